@@ -1,0 +1,139 @@
+"""One experts layer for every MoE family of transformers 5: EP-sharded frozen weights, split LoRA per expert.
+
+transformers 5 keeps the routed experts of a block in one module with two stacked tensors and calls it as
+`experts(hidden, top_k_index, top_k_weights)` in every family. `MoeExperts` takes that module's place, so that routers,
+shared experts and decoder layers stay the model's own.
+
+Legend: T tokens, K top-k, R rows on this rank, E experts, L = E / ep_size experts of this rank, H hidden,
+I expert intermediate, r rank.
+
+The LoRA path is x·A·B beside the frozen product, per expert: never W+ΔW, never a gradient of W, and numerics that do
+not depend on the EP size. Left out: experts with bias, interleaved or transposed weights (gpt-oss, aria) and experts
+without a gate (nemotron-h); they are refused by name.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from coati_ext.kernel.grouped_gemm import grouped_mm
+from coati_ext.moe.dispatch import combine, dispatch, plan_dispatch
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+# What transformers' `use_experts_implementation` sets on an experts module, and the one value that is built here.
+_BUILT_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether this is a stacked-experts module of transformers 5 (of whatever layout)."""
+    stacked = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj")]
+    down = getattr(module, "down_proj", None)
+    return any(
+        isinstance(weight, nn.Parameter) and weight.dim() == 3 and isinstance(down, nn.Parameter) and down.dim() == 3
+        for weight in stacked
+    )
+
+
+class MoeExperts(nn.Module):
+    """This rank's experts, frozen, with LoRA on any of gate, up and down.
+
+    Attributes:
+        gate_up_proj, down_proj: frozen, (L, 2I, H) and (L, H, I).
+        lora_A, lora_B: `nn.ParameterDict` by projection: gate_proj and up_proj (L, r, H) and (L, I, r), down_proj
+            (L, r, I) and (L, H, r). Empty without LoRA.
+        num_experts, num_local_experts, first_expert: E, L, and the model-wide number of local expert 0.
+        tokens_per_expert_E: routed rows that this rank sent to each expert of the model since the last reset.
+    """
+
+    def __init__(self, experts: nn.Module, *, ep_group: dist.ProcessGroup | None = None, name: str = "experts"):
+        """Take over a transformers experts module, keeping only this rank's slice of its weights.
+
+        Raises:
+            ValueError: the layout of the experts is not supported, or EP does not divide them.
+        """
+        super().__init__()
+        for attribute, built in _BUILT_LAYOUT.items():
+            found = getattr(experts, attribute, built)
+            if found != built:
+                raise ValueError(
+                    f"{name} ({type(experts).__name__}) has {attribute}={found}; supported is {attribute}={built}. "
+                    "Experts with bias, transposed, interleaved or ungated weights (gpt-oss, aria, nemotron-h) are not."
+                )
+        if not hasattr(experts, "_apply_gate"):
+            raise ValueError(f"{name} ({type(experts).__name__}) is no transformers 5 experts module: no _apply_gate")
+        self.ep_group = ep_group
+        ep_size, ep_rank = (dist.get_world_size(ep_group), dist.get_rank(ep_group)) if ep_group is not None else (1, 0)
+        self.num_experts = experts.gate_up_proj.shape[0]
+        if self.num_experts % ep_size:
+            raise ValueError(f"{name} has {self.num_experts} experts, which ep_size={ep_size} does not divide")
+        self.num_local_experts = self.num_experts // ep_size
+        self.first_expert = ep_rank * self.num_local_experts
+        local = slice(self.first_expert, self.first_expert + self.num_local_experts)
+        for weight in ("gate_up_proj", "down_proj"):
+            full = getattr(experts, weight).data
+            shard = full if ep_size == 1 else full[local].clone()  # a view would keep the other ranks' experts alive
+            setattr(self, weight, nn.Parameter(shard, requires_grad=False))
+            delattr(experts, weight)
+        self._gate = [
+            experts
+        ]  # what is left of the module: activation, limits and its own _apply_gate; not a submodule
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.rank, self.scaling, self.dropout = 0, 0.0, 0.0
+        self.adapters_enabled = True
+        device = self.gate_up_proj.device
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("tokens_per_expert_E", counts, persistent=False)
+        self.train(experts.training)
+
+    def features(self, projection: str) -> tuple[int, int]:
+        """(in, out) of one expert's projection."""
+        hidden, intermediate = self.down_proj.shape[1:]
+        return (intermediate, hidden) if projection == "down_proj" else (hidden, intermediate)
+
+    def add_lora(self, projections: list[str], *, rank: int, scaling: float, dropout: float = 0.0) -> None:
+        """Create `lora_A` and `lora_B` (zeros) for these projections; the caller initialises `lora_A`."""
+        self.rank, self.scaling, self.dropout = rank, scaling, dropout
+        for projection in projections:
+            width_in, width_out = self.features(projection)
+            like = self.gate_up_proj
+            self.lora_A[projection] = nn.Parameter(like.new_zeros(self.num_local_experts, rank, width_in))
+            self.lora_B[projection] = nn.Parameter(like.new_zeros(self.num_local_experts, width_out, rank))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """(T, H) hidden, (T, K) chosen experts and their weights -> (T, H), as transformers' experts modules."""
+        plan = plan_dispatch(top_k_index, self.num_experts, self.ep_group)
+        self.tokens_per_expert_E += plan.counts_E
+        rows_RH = dispatch(hidden_states, plan, top_k_index.shape[-1], self.ep_group)
+        rows_RH = self._experts(rows_RH, plan.offs_L)
+        return combine(rows_RH, top_k_weights, plan, self.ep_group)
+
+    def _experts(self, rows_RH: torch.Tensor, offs_L: torch.Tensor) -> torch.Tensor:
+        gate_up = grouped_mm(rows_RH, self.gate_up_proj.transpose(-2, -1), offs_L)
+        if self.adapters_enabled and "gate_proj" in self.lora_A:
+            gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), offs_L)
+        act_RI = self._gate[0]._apply_gate(gate_up)
+        out_RH = grouped_mm(act_RI, self.down_proj.transpose(-2, -1), offs_L)
+        if self.adapters_enabled and "down_proj" in self.lora_A:
+            out_RH = out_RH + self._lora(act_RI, ("down_proj",), offs_L)
+        return out_RH
+
+    def _lora(self, x: torch.Tensor, projections: tuple[str, ...], offs_L: torch.Tensor) -> torch.Tensor:
+        """scaling · x·A·B of projections that share their input, side by side: one thin product for all their A."""
+        x = F.dropout(x, self.dropout, self.training)
+        a = torch.cat([self.lora_A[projection] for projection in projections], dim=1).to(x.dtype)
+        low = grouped_mm(x, a.transpose(-2, -1), offs_L).split(self.rank, dim=-1)
+        outs = [
+            grouped_mm(part, self.lora_B[projection].to(x.dtype).transpose(-2, -1), offs_L)
+            for part, projection in zip(low, projections, strict=True)
+        ]
+        return self.scaling * torch.cat(outs, dim=-1)
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        return (
+            f"experts {self.first_expert}..{last} of {self.num_experts}, lora rank {self.rank} on {list(self.lora_A)}"
+        )

@@ -1,0 +1,170 @@
+"""What a run is made of: keyword-only dataclasses, one place per default, importable without torch.
+
+A field's name is its flag and its key in a recipe. Flags keep the spelling, meaning and default of ColossalAI's
+`lora_finetune.py`; what differs says so in its help.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "ddp", "moe")
+SP_MODES = ("split_gather", "ring", "all_to_all")
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def arg(default: Any, help: str, *, short: str | None = None, choices: tuple | None = None, many: bool = False) -> Any:
+    """A dataclass field that is also a flag; `dataclasses.MISSING` as the default makes it required."""
+    metadata = {"help": help, "short": short, "choices": choices, "many": many}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    dataset: str = arg(dataclasses.MISSING, "JSONL of conversations to train on", short="-d")
+    max_length: int = arg(8192, "cut samples to this many tokens")
+    skip_bad_lines: bool = arg(False, "count broken lines and go on instead of stopping at the first")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 2, "max_length")
+
+
+@dataclass(kw_only=True)
+class LoraSettings:
+    """The adapter."""
+
+    lora_rank: int = arg(0, "rank of the adapter; 0, ColossalAI's default, means full fine-tuning")
+    lora_alpha: int = arg(8, "scaling is lora_alpha / lora_rank")
+    lora_targets: list[str] = arg(
+        ["mlp"],
+        "what to adapt: mlp (gate, up, down of routed experts, shared experts and dense MLPs), experts, "
+        "shared_experts, dense_mlp, attention, all, a projection's name, a path's end, or a regular expression for "
+        "whole paths",
+        many=True,
+    )
+    lora_dropout: float = arg(0.0, "dropout before lora_A")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "lora_rank")
+        _at_least(self, 1, "lora_alpha")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora_dropout must lie in [0, 1), got {self.lora_dropout}")
+        if not self.lora_targets:
+            raise ValueError("--lora_targets is empty; the default is mlp")
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the model is spread over the processes."""
+
+    plugin: str = arg("zero2", "how to parallelise", short="-p", choices=PLUGINS)
+    tp: int = arg(1, "tensor parallel size")
+    pp: int = arg(1, "pipeline stages")
+    sp: int = arg(1, "sequence parallel size")
+    ep: int = arg(1, "expert parallel size: ranks that share the experts of a layer")
+    zero_stage: int = arg(1, "ZeRO stage", choices=(0, 1, 2))
+    sp_mode: str = arg("split_gather", "sequence parallel mode", choices=SP_MODES)
+    enable_sequence_parallelism: bool = arg(False, "switch sequence parallelism on")
+    zero_cpu_offload: bool = arg(False, "keep the optimizer's fp32 parameters and states in host memory")
+    microbatch_size: int = arg(1, "samples of a micro-batch in the pipeline")
+
+    def __post_init__(self) -> None:
+        _one_of(self, "plugin", PLUGINS)
+        _one_of(self, "sp_mode", SP_MODES)
+        _one_of(self, "zero_stage", (0, 1, 2))
+        for name in ("tp", "pp", "sp", "ep", "microbatch_size"):
+            _at_least(self, 1, name)
+        self._refuse_unbuilt()
+
+    def _refuse_unbuilt(self) -> None:
+        if self.plugin != "moe":
+            raise ValueError(f"--plugin {self.plugin} is not built yet; use --plugin moe (with --ep 1 on one GPU)")
+        for name in ("tp", "pp", "sp"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"--{name} {getattr(self, name)} is not built yet with --plugin moe; use --{name} 1")
+        if self.enable_sequence_parallelism:
+            raise ValueError("--enable_sequence_parallelism is not built yet with --plugin moe")
+        if self.zero_stage != 1:
+            raise ValueError(
+                f"--zero_stage {self.zero_stage}: only 1 is right for MoE. 0 reduces over one group where experts need "
+                "two; 2 hangs when an expert gets no token."
+            )
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The optimisation."""
+
+    num_epochs: int = arg(1, "passes over the data", short="-n")
+    max_steps: int | None = arg(None, "stop after this many optimizer steps (default: all of --num_epochs)")
+    batch_size: int = arg(2, "samples of one process in one micro-step")
+    accumulation_steps: int = arg(1, "micro-steps of one optimizer step")
+    lr: float = arg(3e-4, "peak learning rate; cosine decay to a tenth of it")
+    warmup_steps: int | None = arg(None, "linear warm-up (default: 2.5%% of all steps, at least 1)")
+    weight_decay: float = arg(0.1, "AdamW's weight decay")
+    grad_clip: float = arg(1.0, "clip the gradient norm to this; 0 does not clip")
+    mixed_precision: str | None = arg(None, "default: bf16 on accelerators, fp32 on CPUs", choices=PRECISIONS)
+    use_grad_checkpoint: bool = arg(False, "recompute activations in the backward pass", short="-g")
+    use_flash_attn: bool = arg(False, "use the flash-attn package instead of PyTorch's SDPA", short="-f")
+    seed: int = arg(42, "seed of the adapter's start values, of dropout and of the data order")
+
+    def __post_init__(self) -> None:
+        _one_of(self, "mixed_precision", (*PRECISIONS, None))
+        for name in ("num_epochs", "batch_size", "accumulation_steps"):
+            _at_least(self, 1, name)
+        if self.max_steps is not None:
+            _at_least(self, 1, "max_steps")
+        for name in ("weight_decay", "grad_clip", "seed"):
+            _at_least(self, 0, name)
+        if self.warmup_steps is not None:
+            _at_least(self, 0, "warmup_steps")
+        if self.lr <= 0:
+            raise ValueError(f"--lr must be positive, got {self.lr}")
+
+
+@dataclass(kw_only=True)
+class OutputConfig:
+    """Where results go."""
+
+    save_dir: str = arg("checkpoint_dir", "directory of the run; the adapter goes to its folder lora")
+    tensorboard_dir: str | None = arg(None, "TensorBoard logs (default: tensorboard in --save_dir)")
+    config_file: str = arg("training_config.json", "where to save the resolved config; a bare name goes to --save_dir")
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig:
+    """All of `applications/lora_finetune.py`."""
+
+    pretrained: str = arg(dataclasses.MISSING, "Hugging Face directory of the base model", short="-m")
+    data: DataConfig
+    lora: LoraSettings
+    parallel: ParallelConfig
+    train: TrainConfig
+    output: OutputConfig
+
+    def __post_init__(self) -> None:
+        if self.lora.lora_rank == 0:
+            raise ValueError("--lora_rank 0 is full fine-tuning, which is not built yet; give a rank such as 8")
+
+
+def flatten_config(config: Any) -> dict[str, Any]:
+    """The flat values of a config: what `build_config` made it from, with the defaults filled in."""
+    flat = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        flat.update(flatten_config(value) if dataclasses.is_dataclass(value) else {item.name: value})
+    return flat
+
+
+def _at_least(config: Any, bound: int, name: str) -> None:
+    if getattr(config, name) < bound:
+        raise ValueError(f"--{name} must be at least {bound}, got {getattr(config, name)}")
+
+
+def _one_of(config: Any, name: str, accepted: tuple) -> None:
+    if getattr(config, name) not in accepted:
+        raise ValueError(f"--{name} must be one of {accepted}, got {getattr(config, name)!r}")

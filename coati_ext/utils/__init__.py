@@ -1,0 +1,1 @@
+"""Launching, logging and small distributed helpers."""

@@ -104,9 +104,12 @@ def new_directory(path: Path, *, needed_bytes: int, overwrite: bool = False) -> 
         if path.exists():
             path.rename(old)
         partial.rename(path)
-    finally:
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class ShardWriter:

@@ -1,0 +1,105 @@
+"""A pool of processes that stays up between tests: starting one costs seconds of imports.
+
+    results = pool(2).run(function, *args)     # function(*args) on every rank; the list of what the ranks returned
+    results = pool(2, "cuda").run(...)         # one GPU a rank and NCCL, instead of the CPU and gloo
+
+`function` must be importable (module level). An exception on any rank is raised here with that rank's traceback, and
+the pool is started anew for the next test.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT_S = 240
+
+
+class ProcessPool:
+    def __init__(self, size: int, device: str):
+        self.size, self.device = size, device
+        self._processes: list = []
+        self._pipes: list = []
+
+    def run(self, function: Callable, *args: Any, timeout: float = TIMEOUT_S) -> list:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        try:
+            answers = [self._receive(rank, function, timeout) for rank in range(self.size)]
+        except BaseException:
+            self.stop()
+            raise
+        return answers
+
+    def _receive(self, rank: int, function: Callable, timeout: float) -> Any:
+        if not self._pipes[rank].poll(timeout):
+            raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s to {function.__name__}")
+        ok, value = self._pipes[rank].recv()
+        if not ok:
+            raise AssertionError(f"rank {rank} of {self.size}:\n{value}")
+        return value
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, self.size, self.device, port, theirs, sys.path), daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+_pools: dict[tuple[int, str], ProcessPool] = {}
+
+
+def pool(size: int, device: str = "cpu") -> ProcessPool:
+    return _pools.setdefault((size, device), ProcessPool(size, device))
+
+
+def stop_pools() -> None:
+    for running in _pools.values():
+        running.stop()
+
+
+def _work(rank: int, size: int, device: str, port: int, pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # colossalai takes a GPU wherever it sees one
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

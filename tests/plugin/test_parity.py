@@ -1,0 +1,86 @@
+"""Any layout gives the losses, the per-tensor adapter gradients and the clipped SGD steps of one process (fp32).
+
+AdamW would hide a constant factor in a gradient; these tests compare gradients and SGD trajectories.
+"""
+
+import pytest
+import torch
+from distributed import pool
+from parity import reference, run_layout
+
+TOLERANCE = 1e-5  # relative, in fp32: only the order of summation differs
+
+LAYOUTS = {  # name: (processes, ep, accumulation steps)
+    "one process": (1, 1, 1),
+    "accumulation 4": (1, 1, 4),
+    "dp 2": (2, 1, 1),
+    "ep 2": (2, 2, 1),
+    "ep 2, accumulation 2": (2, 2, 2),
+    "ep 4": (4, 4, 1),
+    "ep 2 x dp 2": (4, 2, 2),
+}
+FAMILIES = {"mixtral": ["all"], "deepseek_v3": ["mlp"]}
+
+_references: dict = {}
+
+
+def cached_reference(family, num_used, **kwargs):
+    key = (family, num_used, *kwargs.items())
+    if key not in _references:
+        _references[key] = reference(family, FAMILIES[family], num_used=num_used, **kwargs)
+    return _references[key]
+
+
+def assert_same_gradients(ours: dict, expected: dict) -> None:
+    assert ours.keys() == expected.keys()
+    for name, exact in expected.items():
+        error = (ours[name] - exact).norm() / exact.norm().clamp(min=1e-12)
+        assert error <= TOLERANCE, f"{name}: relative error {error:.2e}, norms {ours[name].norm()} and {exact.norm()}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "num_used"), [("mixtral", None), ("mixtral", 1), ("deepseek_v3", None), ("deepseek_v3", 3)]
+)
+def test_gradients_equal_one_process(layout, family, num_used):
+    """With `num_used` set, whole ranks get no token (mixtral: one expert of four takes all)."""
+    processes, ep, accumulation = LAYOUTS[layout]
+    losses, norms, grads = cached_reference(family, num_used)
+    for rank_losses, rank_norms, rank_grads in pool(processes).run(
+        run_layout_with, family, ep, accumulation, {"num_used": num_used}
+    ):
+        assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
+        assert_same_gradients(rank_grads, grads)
+    if num_used == 1:
+        starved = [g[1:] for name, g in grads.items() if ".experts." in name]
+        assert starved and not any(g.any() for g in starved)
+
+
+def run_layout_with(family, ep, accumulation, kwargs):
+    return run_layout(family, FAMILIES[family], ep, accumulation, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["ep 2", "ep 4", "ep 2 x dp 2"])
+def test_clipped_sgd_trajectory_equals_one_process(layout):
+    """Clipping uses one norm on all ranks: colossalai's own sums norms and forgets the other EP ranks' experts."""
+    processes, ep, accumulation = LAYOUTS[layout]
+    run = {"steps": 5, "lr": 0.1, "clip": 0.5}
+    losses, norms, _ = cached_reference("mixtral", None, **run)
+    assert min(norms) > run["clip"] and losses[-1] < losses[0]
+    for rank_losses, rank_norms, _ in pool(processes).run(run_layout_with, "mixtral", ep, accumulation, run):
+        assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert rank_norms == pytest.approx(norms, rel=10 * TOLERANCE)  # five steps of rounding, differentiated
+
+
+def test_gradient_checkpointing_changes_nothing():
+    _, _, grads = cached_reference("mixtral", None)
+    for _, _, rank_grads in pool(2).run(run_layout_with, "mixtral", 2, 1, {"checkpointing": True}):
+        assert_same_gradients(rank_grads, grads)
+
+
+def test_the_comparison_sees_a_wrong_scale():
+    _, _, grads = cached_reference("mixtral", None)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_same_gradients({name: 2 * g for name, g in grads.items()}, grads)
+    assert all(isinstance(g, torch.Tensor) for g in grads.values())

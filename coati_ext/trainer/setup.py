@@ -1,0 +1,144 @@
+"""The steps of a fine-tuning command between its flags and its trainer, one function each."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from coati_ext.config import FinetuneConfig, LoraSettings, TrainConfig, flatten_config
+from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
+from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
+from coati_ext.utils.device import peak_memory_gb
+from coati_ext.utils.launch import print_rank_0
+from coati_ext.utils.metrics import MetricsLogger
+
+if TYPE_CHECKING:
+    from colossalai.booster import Booster
+
+ADAPTER_DIR = "lora"
+
+
+def prepare_run(config: FinetuneConfig) -> None:
+    """Make the run's directory and save the resolved config in it (rank 0)."""
+    if dist.get_rank() == 0:
+        save_dir = Path(config.output.save_dir)
+        save_dir.mkdir(parents=True, exist_ok=True)
+        file = Path(config.output.config_file)
+        file = save_dir / file if file.name == str(file) else file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(flatten_config(config), indent=2) + "\n")
+
+
+def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> RawConversationDataset:
+    """The data set, with its counts and the first sample as it is trained shown once."""
+    main = dist.get_rank() == 0
+    dataset = RawConversationDataset(
+        tokenizer,
+        config.data.dataset,
+        config.data.max_length,
+        skip_bad_lines=config.data.skip_bad_lines,
+        show_progress=main,
+    )
+    if main:
+        print_rank_0(dataset.summary(), "first sample, as it is trained:", dataset.show_sample(0))
+    return dataset
+
+
+def make_dataloader(
+    config: FinetuneConfig,
+    dataset: RawConversationDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    dp_group: dist.ProcessGroup,
+) -> DataLoader:
+    """Each sample once an epoch; the same number of micro-batches on every rank, empty ones at the end if need be."""
+    sampler = EpochBatchSampler(
+        len(dataset),
+        config.train.batch_size,
+        dist.get_rank(dp_group),
+        dist.get_world_size(dp_group),
+        seed=config.train.seed,
+    )
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=ConversationCollator(tokenizer))
+
+
+def lora_config(settings: LoraSettings, pretrained: str) -> LoraConfig:
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=settings.lora_targets,
+        base_model_name_or_path=pretrained,
+    )
+
+
+def make_optimizer(train: TrainConfig, model: nn.Module, num_batches: int) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """AdamW over the adapter and its schedule, one value an optimizer step."""
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=train.lr,
+        betas=(0.9, 0.95),
+        weight_decay=train.weight_decay,
+    )
+    steps = num_optimizer_steps(num_batches, train.num_epochs, train.accumulation_steps, train.max_steps)
+    warmup = max(1, int(0.025 * steps)) if train.warmup_steps is None else train.warmup_steps
+    return optimizer, LambdaLR(optimizer, cosine_with_warmup(steps, warmup))
+
+
+def fit(config: FinetuneConfig, trainer: SFTTrainer) -> dict[str, Any]:
+    """Train; returns the run's summary (losses, steps, seconds)."""
+    main = dist.get_rank() == 0
+    save_dir = Path(config.output.save_dir)
+    logger = MetricsLogger(
+        config.output.tensorboard_dir or save_dir / "tensorboard", save_dir / "metrics.jsonl", enabled=main
+    )
+    start = time.perf_counter()
+    try:
+        losses = trainer.fit(logger, show_progress=main)
+    finally:
+        logger.close()
+    return {
+        "steps": len(losses),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "seconds": round(time.perf_counter() - start, 1),
+        "memory_gb": round(peak_memory_gb(), 2),
+    }
+
+
+def save(
+    config: FinetuneConfig,
+    booster: "Booster",
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    summary: dict[str, Any],
+) -> None:
+    """Export the adapter and say what to do with it."""
+    adapter = Path(config.output.save_dir) / ADAPTER_DIR
+    world_size, ep = dist.get_world_size(), config.parallel.ep
+    card = {
+        "Data": f"{config.data.dataset}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
+        "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
+        "Layout": f"{world_size} process(es), ep {ep} x moe-dp {world_size // ep}",
+    }
+    booster.checkpoint_io.save_lora_as_pretrained(model, str(adapter), tokenizer=tokenizer, card=card)
+    print_rank_0(
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "
+        f"{summary['loss_last']:.4f}, peak memory {summary['memory_gb']} GB on rank 0",
+        f"adapter saved in {adapter}; check it with",
+        f"  python applications/verify_adapter.py --pretrained {config.pretrained} --adapter {adapter}",
+    )
+
+
+def check_router(before: str, after: str) -> None:
+    """Raise if training touched the router or its correction bias: the adapter would not be what was trained."""
+    if before != after:
+        raise ValueError("the router's weights or e_score_correction_bias changed during training; nothing is saved")

@@ -1,0 +1,38 @@
+"""Metrics of a run: TensorBoard and one JSON object a step, written by rank 0."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLogger:
+    """Scalars to TensorBoard, everything to `metrics.jsonl`; does nothing on other ranks.
+
+    Args:
+        tensorboard_dir: made if missing.
+        jsonl_path: appended to, flushed at every step, so that a killed run keeps what it had.
+        enabled: true on rank 0 only.
+    """
+
+    def __init__(self, tensorboard_dir: str | Path, jsonl_path: str | Path, *, enabled: bool):
+        self._writer = self._jsonl = None
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(tensorboard_dir))
+        self._jsonl = open(jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 (held open for the run, closed in close)
+
+    def log(self, step: int, scalars: dict[str, float], **extra: Any) -> None:
+        """Args: scalars by TensorBoard tag; extra goes to the JSON line only."""
+        if self._writer is None:
+            return
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+        self._jsonl.write(json.dumps({"step": step, **scalars, **extra}) + "\n")
+        self._jsonl.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._jsonl.close()

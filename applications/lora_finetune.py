@@ -1,0 +1,73 @@
+"""LoRA fine-tuning of mixture-of-experts models: read a JSONL of conversations, train, export a PEFT adapter.
+
+    colossalai run --nproc_per_node 8 applications/lora_finetune.py \\
+        --pretrained MODEL --dataset DATA.jsonl --plugin moe --ep 8 --lora_rank 8
+
+Also runs without a launcher, on one process. `--help` lists the flags, which are those of ColossalAI's script.
+"""
+
+from coati_ext.cli import parse_config
+from coati_ext.config import FinetuneConfig
+from coati_ext.utils.launch import launch, run_command
+from coati_ext.utils.preflight import check_finetune
+
+
+def main() -> None:
+    run_command(lambda: finetune(parse_config(FinetuneConfig, __doc__.partition("\n")[0])))
+
+
+def finetune(config: FinetuneConfig) -> None:
+    check_finetune(config)  # before anything heavy is imported
+
+    from coati_ext import compat
+
+    compat.apply()  # mends colossalai for this stack, so it comes before it
+    from colossalai.booster import Booster
+    from transformers import AutoTokenizer
+
+    from coati_ext.checkpoint_io.adapter import frozen_router_hash
+    from coati_ext.checkpoint_io.base_model import load_base_model
+    from coati_ext.plugin import build_plugin
+    from coati_ext.trainer import setup
+    from coati_ext.trainer.sft import SFTTrainer
+    from coati_ext.utils.launch import is_rank_0, print_rank_0
+
+    launch(seed=config.train.seed)
+    setup.prepare_run(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.pretrained, local_files_only=True)
+    dataset = setup.load_dataset(config, tokenizer)
+
+    plugin = build_plugin(config.parallel, config.train)
+    booster = Booster(plugin=plugin)
+    model = load_base_model(
+        config.pretrained,
+        plugin.precision,
+        use_flash_attn=config.train.use_flash_attn,
+        use_grad_checkpoint=config.train.use_grad_checkpoint,
+        show_progress=is_rank_0(),
+    )
+    model = booster.enable_lora(model, lora_config=setup.lora_config(config.lora, config.pretrained))
+    print_rank_0(model.lora_report.format())
+
+    dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
+    optimizer, lr_scheduler = setup.make_optimizer(config.train, model, len(dataloader))
+    model, optimizer, *_ = booster.boost(model, optimizer, lr_scheduler=lr_scheduler)
+    router_before = frozen_router_hash(model)
+    trainer = SFTTrainer(
+        booster=booster,
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        dataloader=dataloader,
+        dp_group=plugin.dp_group,
+        num_epochs=config.train.num_epochs,
+        accumulation_steps=config.train.accumulation_steps,
+        max_steps=config.train.max_steps,
+    )
+    summary = setup.fit(config, trainer)
+    setup.check_router(router_before, frozen_router_hash(model))
+    setup.save(config, booster, model, tokenizer, summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The command as a user starts it, with and without a launcher, and what it says when something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from model_dir import make_model_dir
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+LAUNCHED = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("inputs"))
+
+
+def finetune(base, data, run_dir, *extra, launched=False, timeout=200):
+    free_port = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if launched else []
+    command = [
+        sys.executable, *(LAUNCHED if launched else []), *free_port, "applications/lora_finetune.py",
+        "--pretrained", str(base), "--dataset", str(data), "--plugin", "moe", "--lora_rank", "4", "--lr", "1e-2",
+        "--save_dir", str(run_dir), *extra,
+    ]  # fmt: skip
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def steps_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, tmp_path_factory):
+    """The same training on one process without a launcher and on two with ep=2; 12 samples, global batches of 4."""
+    folder = tmp_path_factory.mktemp("runs")
+    one, two = folder / "one", folder / "two"
+    done = [
+        finetune(*inputs, one, "--batch_size", "4", "-n", "2"),
+        finetune(*inputs, two, "--batch_size", "2", "-n", "2", "--ep", "2", launched=True),
+    ]
+    for process in done:
+        assert process.returncode == 0, process.stdout + process.stderr
+    return one, two, done
+
+
+def test_two_expert_parallel_processes_train_what_one_process_trains(runs):
+    one, two, _ = runs
+    losses = [[step["loss"] for step in steps_of(run)] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # AdamW amplifies fp32 noise where gradients are near 0
+    assert len(losses[0]) == 6 and losses[0][-1] < losses[0][0]
+    tensors = [load_file(run / "lora" / "adapter_model.safetensors") for run in (one, two)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert {tuple(key.split(".")[-2:]) for key in tensors[0]} == {("lora_A", "weight"), ("lora_B", "weight")}
+
+
+def test_the_run_says_what_it_does(runs):
+    _, two, (_, process) = runs
+    for shown in (
+        "12 lines -> 12 samples",
+        "What is 0 plus 0?",  # the first sample, decoded
+        "4 experts (2 on this rank)",
+        "6 steps in",
+        "verify_adapter.py --pretrained",
+    ):
+        assert process.stdout.count(shown) == 1, process.stdout
+    assert "Warning" not in process.stderr and process.stderr.count("Loading weights: 100%") == 1, process.stderr
+    saved = json.loads((two / "training_config.json").read_text())
+    assert (saved["ep"], saved["lora_targets"], saved["seed"]) == (2, ["mlp"], 42)
+    assert any((two / "tensorboard").iterdir())
+    assert "expert_load/model.layers.0.mlp.experts" in steps_of(two)[0]
+
+
+def test_the_export_verifies_with_stock_peft(runs, inputs):
+    _, two, _ = runs
+    command = [sys.executable, "applications/verify_adapter.py", "--pretrained", str(inputs[0])]
+    checked = subprocess.run([*command, "--adapter", str(two / "lora")], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "PASS" in checked.stdout
+
+
+def test_more_ranks_than_samples_still_train_each_sample_once(inputs, tmp_path):
+    data = tmp_path / "one.jsonl"
+    data.write_text(Path(inputs[1]).read_text().splitlines()[0] + "\n")
+    process = finetune(inputs[0], data, tmp_path / "run", "--ep", "2", launched=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(steps_of(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ep", "3"], "--ep 3 does not divide the model's 4 experts"),
+        (["--ep", "4"], "--ep 4 does not divide the 1 processes"),
+        (["--lora_targets", "q_porj"], "'q_porj' matches nothing in MixtralForCausalLM"),
+        (["--pretrained", "no/such/model"], "--pretrained no/such/model: no such directory"),
+        (["--dataset", "no/such.jsonl"], "--dataset no/such.jsonl: no such file"),
+        (["--save_dir", "setup.py"], "--save_dir setup.py: setup.py is a file"),
+        (["-f"], "flash-attn is not installed"),
+    ],
+)
+def test_a_wrong_flag_ends_with_one_line(inputs, tmp_path, flags, message):
+    process = finetune(*inputs, tmp_path / "run", *flags)
+    assert process.returncode == 1
+    assert message in process.stderr and "Traceback" not in process.stderr
+
+
+def test_a_broken_line_is_named_once_and_ends_every_rank(inputs, tmp_path):
+    data = tmp_path / "broken.jsonl"
+    data.write_text(Path(inputs[1]).read_text() + '[{"role": "user"}]\n')
+    process = finetune(inputs[0], data, tmp_path / "run", "--ep", "2", launched=True)
+    assert process.returncode == 1
+    assert process.stderr.count("broken.jsonl:13:") == 1
+    skipped = finetune(inputs[0], data, tmp_path / "run", "--skip_bad_lines", "--max_steps", "1")
+    assert skipped.returncode == 0 and "1 bad" in skipped.stdout.lower(), skipped.stdout

@@ -12,6 +12,8 @@ import pytest
 
 from coati_ext.compat import launcher
 
+pytest.importorskip("fabric", reason="colossalai's command needs fabric")
+
 SECRET = 'tok"en-$HOME-5f2e'
 ARGUMENTS = ["--x", "a b", "$HOME", "*", "it's", ""]
 

@@ -11,6 +11,12 @@ WORDS = ["<eos>", "<user>", "<assistant>", *(f"w{i}" for i in range(29))]
 QUESTION = [{"role": "user", "content": "w3 w7"}]
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """In fp32, as the references here are, also where there is a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def model_dir(tmp_path):
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ python applications/upcycle.py --pretrained models/smollm2 --output models/smoll
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main() -> None:
         "--noise_std", type=float, default=0.0, help="noise per expert, relative to each matrix's own std (default: 0)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the check's result there too")
     args = parser.parse_args()
 
     try:
@@ -46,6 +48,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
+    if args.json is not None:
+        args.json.write_text(json.dumps({"max_logit_diff": diff}) + "\n")
     rows = [
         ("", "before", "after"),
         ("architecture", result.dense_model_type, result.moe_model_type),

@@ -27,6 +27,7 @@ from coati_ext.checkpoint_io.adapter_config import adapter_file, padding_targets
 from coati_ext.checkpoint_io.names import LoraTensor, from_disk, to_disk
 from coati_ext.models.lora import ADAPTER_NAME, adapters_disabled, inject_lora
 from coati_ext.moe.experts import MoeExperts
+from coati_ext.utils.peft_warnings import ignore_pattern_warnings
 
 # Allowed difference of logits, as a share of the largest logit: x·A·B and x·(W+ΔW) differ by the dtype's rounding.
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -280,8 +281,7 @@ def _peft_logits(
 ) -> list[torch.Tensor] | None:
     model_type = base.config.model_type
     with warnings.catch_warnings():
-        # PEFT looks for the pattern among the target modules only; it has applied it to the target parameters.
-        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        ignore_pattern_warnings()
         # Missing and dropped tensors are in the report, by name.
         warnings.filterwarnings("ignore", message="Found missing adapter keys while loading the checkpoint")
         try:

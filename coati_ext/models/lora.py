@@ -19,7 +19,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
-from coati_ext.models.targets import KINDS, Candidate, resolve_targets, routers
+from coati_ext.models.targets import KINDS, Candidate, candidates, resolve_targets, routers
 from coati_ext.moe.experts import MoeExperts, is_experts_module
 
 ADAPTER_NAME = "default"
@@ -37,6 +37,7 @@ class PreflightRow:
 
     kind: str
     projections: tuple[str, ...]
+    num_in_model: int
     num_modules: int
     num_trainable: int
 
@@ -59,15 +60,16 @@ class LoraReport:
 
     def format(self) -> str:
         """The preflight table as text."""
-        lines = [f"{'LoRA on':<16}{'modules':>8}  {'projections':<44}{'trainable':>14}"]
+        lines = [f"{'LoRA on':<16}{'modules':>9}  {'projections':<60}{'trainable':>14}"]
         for row in self.rows:
-            names = ", ".join(row.projections) or "not adapted"
+            names = ", ".join(row.projections) or ("not adapted" if row.num_in_model else "none in this model")
             if row.kind == "routed experts" and row.num_modules:
                 names += f" of {self.num_experts} experts ({self.num_local_experts} on this rank)"
-            lines.append(f"{row.kind:<16}{row.num_modules:>8}  {names:<44}{row.num_trainable:>14,}")
+            modules = f"{row.num_modules}/{row.num_in_model}"
+            lines.append(f"{row.kind:<16}{modules:>9}  {names:<60}{row.num_trainable:>14,}")
         share = 100 * self.num_trainable / self.num_total
         lines.append(
-            f"{'router':<16}{self.num_routers:>8}  {'frozen':<44}{0:>14,}\n"
+            f"{'router':<16}{self.num_routers:>9}  {'frozen':<60}{0:>14,}\n"
             f"trainable {self.num_trainable:,} of {self.num_total:,} parameters ({share:.2f}%), "
             f"rank {self.rank}, scaling {self.scaling:g}"
         )
@@ -100,6 +102,7 @@ def inject_lora(
         )
     num_total = sum(p.numel() for p in model.parameters())
     num_routers = len(routers(model))
+    pool = candidates(model)
     targets = resolve_targets(model, config.target_modules, config.exclude_modules)
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
@@ -115,7 +118,7 @@ def inject_lora(
 
     layers = [module for module in model.modules() if isinstance(module, MoeExperts)]
     report = LoraReport(
-        rows=_preflight(model, targets),
+        rows=_preflight(model, pool, targets),
         num_experts=max((layer.num_experts for layer in layers), default=0),
         num_local_experts=max((layer.num_local_experts for layer in layers), default=0),
         num_routers=num_routers,
@@ -165,7 +168,7 @@ def _init_lora_A(weight_rI: torch.Tensor, seed: int, name: str) -> None:
     weight_rI.copy_(torch.empty(weight_rI.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
 
 
-def _preflight(model: nn.Module, targets: list[Candidate]) -> list[PreflightRow]:
+def _preflight(model: nn.Module, pool: list[Candidate], targets: list[Candidate]) -> list[PreflightRow]:
     rows = []
     for kind in KINDS:
         mine = [t for t in targets if t.kind == kind]
@@ -175,6 +178,7 @@ def _preflight(model: nn.Module, targets: list[Candidate]) -> list[PreflightRow]
             PreflightRow(
                 kind=kind,
                 projections=tuple(names),
+                num_in_model=len({c.module_path for c in pool if c.kind == kind}),
                 num_modules=len(modules),
                 num_trainable=sum(_num_trainable(module) for module in modules.values()),
             )

@@ -122,7 +122,7 @@ class SFTTrainer:
                 result = self.train_step(micro_batches)
                 tokens_per_s = result.num_tokens / (time.perf_counter() - start)
                 losses.append(result.loss)
-                bar.set_postfix_str(_postfix(result, tokens_per_s))
+                bar.set_postfix_str(_postfix(result, tokens_per_s), refresh=False)
                 bar.update()
                 logger.log(step, {**_scalars(result, lr, tokens_per_s), **self._expert_load()})
         return losses

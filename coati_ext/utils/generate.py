@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from coati_ext.utils.peft_warnings import ignore_pattern_warnings
+
 
 def load_chat_model(
     pretrained: str | Path, *, adapter: str | Path | None = None
@@ -27,6 +29,7 @@ def load_chat_model(
         from peft import PeftModel
 
         with warnings.catch_warnings():
+            ignore_pattern_warnings()
             warnings.filterwarnings("error", message="Found missing adapter keys")
             try:
                 model = PeftModel.from_pretrained(model, adapter)

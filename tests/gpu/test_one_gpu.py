@@ -52,6 +52,19 @@ def test_an_fp32_step_on_the_gpu_equals_the_cpu():
     assert max(relative_error(ours_grads[name], grads[name].double()) for name in grads) <= 1e-4
 
 
+def test_fp16_steps_report_the_unscaled_gradient_norm():
+    """The loss scale starts at 65536 and halves at each overflow; a skipped step has no norm."""
+    losses, norms, _ = reference("mixtral", ["all"], num_used=None)
+    ((ours, ours_norms, _),) = pool(1, "cuda").run(run_fp16, "mixtral", 8)
+    assert ours == pytest.approx(losses * 8, rel=1e-2)
+    assert ours_norms[-1] == pytest.approx(norms[0], rel=2e-2)
+    assert all(norm is None or norm == pytest.approx(norms[0], rel=2e-2) for norm in ours_norms)
+
+
+def run_fp16(family: str, steps: int):
+    return run_layout(family, ["all"], 1, 2, precision="fp16", steps=steps)
+
+
 def run_bf16(family: str, ep: int):
     return run_layout(family, ["all"], ep, 2, precision="bf16")
 

@@ -173,8 +173,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             ddp_config=self.ddp_config,
             custom_policy=self.custom_policy,
         )
-        for tensor, value in kept:
-            tensor.data = value.to(tensor.device)
+        _restore(model, kept)
         return wrapped
 
     def _mark_expert_parameters(self, experts: MoeExperts) -> None:
@@ -215,14 +214,18 @@ def _seed_of_rank_0() -> int:
     return seed[0]
 
 
-def _kept_in_their_precision(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors that a cast of the whole model would harm, with their values: all floating-point buffers (rotary
-    frequencies, `e_score_correction_bias`: bf16 would change positions and routing) and what the model class itself
-    keeps in fp32."""
-    keep = {
-        name
-        for attr in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for name in getattr(model, attr, None) or ()
-    }
-    parameters = [p for name, p in model.named_parameters() if keep.intersection(name.split("."))]
-    return [(t, t.data.clone()) for t in [*model.buffers(), *parameters] if t.is_floating_point()]
+def _kept_in_their_precision(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that a cast of the whole model would harm: all floating-point buffers (rotary frequencies,
+    `e_score_correction_bias`: bf16 would change positions and routing) and what the model class keeps in fp32."""
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    keep = {name for attribute in attributes for name in getattr(model, attribute, None) or ()}
+    tensors = dict(model.named_buffers())
+    tensors.update({name: p for name, p in model.named_parameters() if keep.intersection(name.split("."))})
+    return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _restore(model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
+    for name, value in kept.items():
+        path, _, leaf = name.rpartition(".")
+        tensor = getattr(model.get_submodule(path), leaf)  # looked up anew: a cast makes new buffers
+        tensor.data = value.to(tensor.device)

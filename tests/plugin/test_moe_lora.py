@@ -1,0 +1,166 @@
+"""What MoeLoraPlugin refuses, keeps and saves."""
+
+import pytest
+import torch
+from distributed import pool
+from peft import LoraConfig
+from tiny_models import tiny_model, token_batch
+
+
+def plugin_and_booster(**kwargs):
+    from coati_ext import compat
+
+    compat.apply()  # before Booster is imported
+    from colossalai.booster import Booster
+
+    from coati_ext.plugin import MoeLoraPlugin
+
+    plugin = MoeLoraPlugin(**kwargs)
+    return plugin, Booster(plugin=plugin)
+
+
+def boosted(family: str, *, targets=("mlp",), optimizer_class=torch.optim.AdamW, **plugin_kwargs):
+    _, booster = plugin_and_booster(**plugin_kwargs)
+    model = booster.enable_lora(tiny_model(family), lora_config=LoraConfig(r=4, target_modules=list(targets)))
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)  # frozen parameters included, as in users' scripts
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return booster, model, optimizer
+
+
+def step(booster, model, optimizer) -> float:
+    ids = token_batch(2, 6)
+    loss = model(input_ids=ids, labels=ids).loss
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def error_of(kwargs: dict) -> str:
+    try:
+        plugin_and_booster(**kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"ep_size": 3}, "ep_size=3 does not divide the world size 2"),
+        ({"ep_size": 0}, "ep_size=0"),
+        ({"pp_size": 2, "microbatch_size": 1}, "pp_size=2 is not built yet"),
+        ({"tp_size": 2}, "tp_size=2 is not built yet"),
+        ({"zero_stage": 0}, "zero_stage=0"),
+        ({"zero_stage": 2}, "zero_stage=2"),
+        ({"precision": "fp8"}, "precision must be"),
+        ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism"),
+        ({"overlap_communication": True}, "overlap_communication"),
+        ({"use_fp8": True}, "use_fp8"),
+    ],
+)
+def test_what_is_not_right_is_refused_by_name(kwargs, message):
+    assert all(message in answer for answer in pool(2).run(error_of, kwargs))
+
+
+def test_switches_of_colossalais_scripts_are_accepted():
+    kwargs = {"ep_size": 2, "tp_size": 1, "pp_size": 1, "sp_size": 1, "enable_fused_normalization": True}
+    assert pool(2).run(error_of, kwargs) == ["accepted"] * 2
+
+
+def misuse(which: str) -> str:
+    _, booster = plugin_and_booster(ep_size=2)
+    config = LoraConfig(r=4, target_modules=["mlp"])
+    model = tiny_model("llama" if which == "dense" else "mixtral")
+    try:
+        if which == "boost first":
+            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        elif which == "save first":
+            booster.save_lora_as_pretrained(booster.enable_lora(model, lora_config=config), "never-written")
+        else:
+            model = booster.enable_lora(model, lora_config=config)
+        if which == "twice":
+            booster.enable_lora(model, lora_config=config)
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("boost first", "call booster.enable_lora"),
+        ("save first", "boost the model first"),
+        ("twice", "LoRA is enabled on this model already"),
+        ("dense", "ep_size=2, but LlamaForCausalLM is dense"),
+    ],
+)
+def test_calls_in_the_wrong_order_say_what_to_do(which, message):
+    assert all(message in answer for answer in pool(2).run(misuse, which))
+
+
+def frozen_before_and_after(precision: str) -> list[str]:
+    """Names of frozen tensors that three steps changed, and of buffers that lost precision."""
+    _, booster = plugin_and_booster(ep_size=2, precision=precision)
+    model = tiny_model("deepseek_v3")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += torch.linspace(0.1, 0.2, buffer.numel())  # not representable in bf16
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)  # as loaded from a bf16 checkpoint ...
+        for reference, (name, buffer) in zip(tiny_model("deepseek_v3").buffers(), model.named_buffers(), strict=True):
+            buffer.data = reference.data.clone()  # ... whose buffers transformers keeps in fp32
+            if name.endswith("e_score_correction_bias"):
+                buffer += torch.linspace(0.1, 0.2, buffer.numel())
+    model = booster.enable_lora(model, lora_config=LoraConfig(r=4, target_modules=["all"]))
+    inner = model
+
+    def frozen():
+        kept = {n: p for n, p in inner.named_parameters() if not p.requires_grad}
+        kept.update({n: b for n, b in inner.named_buffers() if "tokens_per_expert" not in n})
+        return {name: tensor.detach().clone() for name, tensor in kept.items()}
+
+    before = frozen()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(3):
+        step(booster, model, optimizer)
+    after = frozen()
+    return [n for n in before if before[n].dtype != after[n].dtype or not torch.equal(before[n], after[n])]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_leaves_base_router_and_buffers_bit_identical(precision):
+    """A bf16 plugin must not cast rotary frequencies or the router's correction bias: positions, routing would move."""
+    assert pool(2).run(frozen_before_and_after, precision) == [[], []]
+
+
+def train_save_reload(directory: str) -> tuple[float, float, float]:
+    booster, model, optimizer = boosted("deepseek_v3", targets=["all"], ep_size=2)
+    for _ in range(2):
+        step(booster, model, optimizer)
+    ids = token_batch(2, 6)
+    with torch.no_grad():
+        trained = model(input_ids=ids).logits
+    booster.save_lora_as_pretrained(model, directory)
+
+    _, fresh = plugin_and_booster(ep_size=2)
+    again = fresh.enable_lora(tiny_model("deepseek_v3"), pretrained_dir=directory)
+    with torch.no_grad():
+        reloaded = again(input_ids=ids).logits
+        base = tiny_model("deepseek_v3")(input_ids=ids).logits
+    return (trained - reloaded).abs().max().item(), (trained - base).abs().max().item()
+
+
+def test_a_saved_adapter_is_where_enable_lora_can_go_on(tmp_path):
+    for difference, effect in pool(2).run(train_save_reload, str(tmp_path / "adapter")):
+        assert difference == 0.0
+        assert effect > 0.1
+
+
+def zero_offload(offload: bool) -> list[float]:
+    booster, model, optimizer = boosted("mixtral", ep_size=2, cpu_offload=offload)
+    return [step(booster, model, optimizer) for _ in range(3)]
+
+
+def test_offloaded_optimizer_states_give_the_same_losses():
+    assert pool(2).run(zero_offload, True) == pool(2).run(zero_offload, False)

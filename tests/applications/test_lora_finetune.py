@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from model_dir import make_model_dir
 from safetensors.torch import load_file
@@ -19,15 +21,22 @@ def inputs(tmp_path_factory):
     return make_model_dir(tmp_path_factory.mktemp("inputs"))
 
 
-def finetune(base, data, run_dir, *extra, launched=False, timeout=200):
+def command_of(base, data, run_dir, *extra, launched=False):
     free_port = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if launched else []
-    command = [
+    return [
         sys.executable, *(LAUNCHED if launched else []), *free_port, "applications/lora_finetune.py",
         "--pretrained", str(base), "--dataset", str(data), "--plugin", "moe", "--lora_rank", "4", "--lr", "1e-2",
         "--save_dir", str(run_dir), *extra,
     ]  # fmt: skip
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def environment():
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def finetune(*args, timeout=200, **kwargs):
+    command = command_of(*args, **kwargs)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
 def steps_of(run_dir):
@@ -118,3 +127,25 @@ def test_a_broken_line_is_named_once_and_ends_every_rank(inputs, tmp_path):
     assert process.stderr.count("broken.jsonl:13:") == 1
     skipped = finetune(inputs[0], data, tmp_path / "run", "--skip_bad_lines", "--max_steps", "1")
     assert skipped.returncode == 0 and "1 bad" in skipped.stdout.lower(), skipped.stdout
+
+
+def test_a_killed_rank_ends_all_ranks_and_leaves_no_half_adapter(inputs, tmp_path):
+    run_dir = tmp_path / "run"
+    with subprocess.Popen(
+        command_of(*inputs, run_dir, "--ep", "2", "-n", "5000", launched=True),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        deadline = time.monotonic() + 120
+        while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+            assert launcher.poll() is None and time.monotonic() < deadline, "training did not start"
+            time.sleep(0.2)
+        ranks = psutil.Process(launcher.pid).children()
+        rank_1 = next(process for process in ranks if process.environ()["RANK"] == "1")
+        rank_1.kill()
+        assert launcher.wait(timeout=60) != 0
+    assert not psutil.wait_procs(ranks, timeout=10)[1], "a rank is still running"
+    assert not (run_dir / "lora").exists()
+    assert steps_of(run_dir)  # what was measured until then is kept

@@ -31,7 +31,7 @@ def load_base_model(
     model = AutoModelForCausalLM.from_pretrained(
         pretrained,
         dtype=_DTYPES[precision],
-        attn_implementation="flash_attention_2" if use_flash_attn else "sdpa",
+        attn_implementation="flash_attention_2" if use_flash_attn else None,  # None: SDPA where the model has it
         local_files_only=True,
     )
     model.config.use_cache = False

@@ -7,7 +7,7 @@ from typing import Any
 
 from coati_ext.config import FinetuneConfig
 
-_NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_finetune(config: FinetuneConfig) -> None:
@@ -43,17 +43,20 @@ def read_model_config(pretrained: str) -> dict[str, Any]:
         raise ValueError(f"--pretrained: {file} is not JSON: {error}") from None
 
 
-def num_experts(model_config: dict[str, Any]) -> int:
-    """Routed experts of a layer; 0 for a dense model."""
+def num_experts(model_config: dict[str, Any]) -> int | None:
+    """Routed experts of a layer; 0 for a dense model, None for a MoE that counts them under a name not known here."""
     text_config = model_config.get("text_config", model_config)
-    return next((text_config[key] for key in _NUM_EXPERTS_KEYS if text_config.get(key)), 0)
+    for key in _NUM_EXPERTS_KEYS:
+        if text_config.get(key):
+            return text_config[key]
+    return None if any("expert" in key for key in text_config) else 0
 
 
-def check_expert_layout(experts: int, ep: int, model_type: str) -> None:
+def check_expert_layout(experts: int | None, ep: int, model_type: str) -> None:
     """EP against the experts and against the processes that the launcher started."""
-    if ep > 1 and not experts:
+    if ep > 1 and experts == 0:
         raise ValueError(f"--ep {ep}, but the model ({model_type}) is dense: it has no experts to spread. Use --ep 1.")
-    if experts % ep:
+    if experts and experts % ep:
         raise ValueError(f"--ep {ep} does not divide the model's {experts} experts")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size % ep:

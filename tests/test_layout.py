@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dataset": {"kernel", "utils", "compat"},
     "models": {"moe", "kernel", "utils", "compat"},
     "experience_buffer": {"kernel", "utils", "compat"},
-    "checkpoint_io": {"models", "moe", "utils"},
+    "checkpoint_io": {"kernel", "models", "moe", "utils"},
     "plugin": {"moe", "models", "checkpoint_io", "compat"},
     "experience_maker": {"models", "experience_buffer", "dataset", "utils"},
     "trainer": {"experience_maker", "experience_buffer", "models", "moe", "dataset", "checkpoint_io", "utils"},

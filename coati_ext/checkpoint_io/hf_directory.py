@@ -27,6 +27,10 @@ _SIDE_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "*.model",  # sentencepiece and tiktoken vocabularies
+    "*.tiktoken",
+    "*.py",  # remote code
+    "*processor_config.json",
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
@@ -68,11 +72,11 @@ def copy_side_files(source: Path, target: Path) -> None:
     """Copy tokenizer, chat templates, generation config and licence; weights and config.json are the caller's."""
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
-            if file.is_file():
+            if file.is_file():  # links are followed: caches link to blobs
                 shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
-        shutil.copytree(templates, target / templates.name)
+        shutil.copytree(templates, target / templates.name, dirs_exist_ok=True)
 
 
 @contextmanager

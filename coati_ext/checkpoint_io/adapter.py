@@ -104,7 +104,7 @@ def save_adapter(
             tensors = _state_dict(stacks, model.config.model_type, dtype)
             configs = _configs(model, stacks, modules, parameters, base_model_name_or_path)
             with replace_directory(Path(directory)) as new:
-                _write(new, tensors, configs)
+                write_files(new, tensors, configs)
                 (new / "README.md").write_text(model_card(model, base_model_name_or_path, tensors, card or {}))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(new))
@@ -256,7 +256,8 @@ def _configs(
     return newer, config_transformers4(names, **common)
 
 
-def _write(new: Path, tensors: dict[str, torch.Tensor], configs: tuple[dict, dict]) -> None:
+def write_files(new: Path, tensors: dict[str, torch.Tensor], configs: tuple[dict, dict]) -> None:
+    """Fill the new directory `new`: weights, the config for transformers 5, and in a folder that for transformers 4."""
     weights = new / WEIGHTS_FILE
     save_file(tensors, weights, metadata={"format": "pt", **package_versions()})
     weights.chmod(new.stat().st_mode & 0o666)  # safetensors 0.8 leaves it readable by the owner only

@@ -34,7 +34,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 # Fields that the tensors' names and shapes decide, or that only say how an adapter begins.
-_DERIVED = {
+DERIVED_FIELDS = {
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "init_lora_weights", "use_rslora", "r", "lora_alpha",
 }  # fmt: skip
@@ -182,7 +182,7 @@ def lora_config_from_adapter(directory: str | Path) -> LoraConfig:
     rank = ranks.pop()
     found = read_config(directory)
     _refuse_uneven(found, rank, Path(directory) / CONFIG_FILE)
-    kept = {k: v for k, v in found.to_dict().items() if k not in _DERIVED}
+    kept = {k: v for k, v in found.to_dict().items() if k not in DERIVED_FIELDS}
     refuse_unsupported(LoraConfig(**kept))
     padded = padding_targets(file, tensors)
     return LoraConfig(

@@ -3,7 +3,8 @@
 On disk every expert has 2-D tensors of its own under the names that the family's checkpoint has:
 `base_model.model.model.layers.3.mlp.experts.7.gate_proj.lora_A.weight`, or for Mixtral-like families
 `base_model.model.model.layers.3.block_sparse_moe.experts.7.w1.lora_A.weight`. That is the form that stock PEFT, vLLM
-and SGLang read. PEFT's fused form is not written: it changed between 0.18 and 0.19 under the same keys.
+and SGLang read. PEFT's stacked form changed between 0.18 and 0.19 under the same keys; `convert_adapter` reads
+and writes it.
 
 A new family whose names differ is one more row in `EXPERT_NAMES`.
 """
@@ -119,7 +120,8 @@ def from_disk(key: str) -> LoraTensor:
     if re.search(r"\.experts(\.base_layer)?$", path):
         raise ValueError(
             f"tensor {key!r} is in PEFT's fused expert form, whose meaning depends on the PEFT version that wrote it. "
-            "Accepted: one 2-D tensor per expert ('...experts.0.gate_proj.lora_A.weight')."
+            "Accepted: one 2-D tensor per expert ('...experts.0.gate_proj.lora_A.weight'); "
+            "applications/convert_adapter.py --to per-expert makes them."
         )
     expert = re.fullmatch(r"(?P<above>.+)\.(?P<block>\w+)\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)", path)
     if expert is None:

@@ -72,6 +72,8 @@ class OutputShard:
     tensors: list[TensorSpec] = field(default_factory=list)
     strips: list[Strip] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
+    header: tuple[bytes, dict[str, int]] | None = None
+    """The bytes before the tensors and each tensor's offset, where they are given; default `make_header`."""
 
     def add(self, tensors: Sequence[TensorSpec], strips: Sequence[Strip]) -> None:
         """Add tensors with the strips that fill them."""
@@ -214,7 +216,8 @@ class _ShardJob:
         self._part = self._path.with_name(shard.name + _PART)
         # Wide types first: every tensor begins at a multiple of its element size, as readers need it.
         tensors = sorted(shard.tensors, key=lambda tensor: -tensor.dtype.itemsize)
-        self._header, offsets = make_header([(t.name, t.dtype, t.shape) for t in tensors], shard.metadata)
+        made = shard.header or make_header([(t.name, t.dtype, t.shape) for t in tensors], shard.metadata)
+        self._header, offsets = made
         self._ranges = [
             [(offsets[t.name] + t.start, num_bytes(t.dtype, t.shape)) for t in strip.targets] for strip in self.strips
         ]

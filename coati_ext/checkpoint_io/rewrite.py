@@ -1,0 +1,114 @@
+"""A complete model directory made from another: planned shards, index, config and all else that belongs to it."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from coati_ext import __version__
+from coati_ext.checkpoint_io import stream
+from coati_ext.checkpoint_io.checkpoint import Checkpoint
+from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, copy_side_files
+from coati_ext.checkpoint_io.resumable import resumable_directory
+from coati_ext.checkpoint_io.stream import OutputShard
+
+_SIDE_BYTES = 64 << 20  # room for tokenizer, index and config in the check of the disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """How a checkpoint tool works, not what it makes."""
+
+    device: str = "auto"
+    """"auto" (all GPUs, or else the CPU), "cpu", "cuda" (all of them) or "cuda:N"."""
+    num_workers: int | None = None
+    """Threads; default one a CPU core, 16 at most."""
+    overwrite: bool = False
+    """Replace an existing output, and start an interrupted run anew if it was another."""
+    show_progress: bool = True
+
+    def devices(self) -> list[torch.device]:
+        """The devices that strips are spread over.
+
+        Raises:
+            ValueError: no such device here.
+        """
+        count = torch.cuda.device_count()
+        if self.device == "cpu" or (self.device == "auto" and count == 0):
+            return [torch.device("cpu")]
+        if self.device in ("auto", "cuda") and count:
+            return [torch.device("cuda", i) for i in range(count)]
+        if self.device in [f"cuda:{i}" for i in range(count)]:
+            return [torch.device(self.device)]
+        raise ValueError(f"device {self.device!r} is not here; accepted: auto, cpu, cuda, cuda:N ({count} GPUs found)")
+
+
+def rewrite_checkpoint(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    shards: Sequence[OutputShard],
+    config: dict[str, Any],
+    identity: dict[str, Any],
+    options: WorkOptions,
+) -> None:
+    """Write the shards and all that makes them a model directory; an interrupted run is continued.
+
+    Args:
+        config: the output's `config.json`.
+        identity: what besides the input files decides the output's bytes: the tool and its options.
+
+    Raises:
+        FileExistsError, RuntimeError: see `resumable_directory`.
+        OSError: the disk is too small, or fails.
+        ValueError: `output` is the input or inside it; or damage that is found only while reading.
+    """
+    check_apart(checkpoint.directory, output)
+    devices = options.devices()
+    if options.num_workers is not None and options.num_workers < 1:
+        raise ValueError(f"--workers {options.num_workers}: expected 1 or more")
+    files = {entry.file for entries in checkpoint.shards.values() for entry in entries}
+    identity = {"coati_ext": __version__, **identity, **fingerprints(files)}
+    total = sum(shard.nbytes for shard in shards)
+    with resumable_directory(output, identity=identity, overwrite=options.overwrite) as directory:
+        if directory.finished:
+            print(f"continuing {directory.path}: {len(directory.finished)} of {len(shards)} files were finished")
+        with tqdm(total=total, unit="B", unit_scale=True, disable=not options.show_progress, smoothing=0.05) as bar:
+            stream.run(
+                shards,
+                directory,
+                devices=devices,
+                num_workers=options.num_workers,
+                extra_bytes=_SIDE_BYTES,
+                progress=bar.update,
+            )
+        copy_side_files(checkpoint.directory, directory.path)
+        write_index(directory.path, shards)
+        (directory.path / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_apart(source: Path, output: Path) -> None:
+    """ValueError if `output` is `source` or inside it."""
+    source, output = source.resolve(), output.resolve()
+    if source == output or source in output.parents:
+        raise ValueError(f"the output {output} is inside the input {source}, which is never written to")
+
+
+def write_index(directory: Path, shards: Sequence[OutputShard]) -> None:
+    """Write `model.safetensors.index.json`, unless the model is one file of the name that needs none."""
+    if [shard.name for shard in shards] == [SINGLE_NAME]:
+        return
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    total = sum(shard.nbytes for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+
+
+def fingerprints(files: Sequence[Path] | set[Path]) -> dict[str, list[int]]:
+    """File name -> size in bytes and time of the last change in ns; tells a changed input without reading it."""
+    return {str(file): [status.st_size, status.st_mtime_ns] for file in sorted(files) for status in [os.stat(file)]}

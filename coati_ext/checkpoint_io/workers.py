@@ -54,7 +54,12 @@ class Worker:
 
     def to_device(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of host tensors on the worker's device; themselves where that is the CPU. Call it in `on_device`."""
-        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        if self._stream is None:
+            return tensors
+        return [
+            there.copy_(tensor, non_blocking=True)
+            for there, tensor in zip(self._on_device("operands", tensors), tensors, strict=True)
+        ]
 
     def convert(
         self,
@@ -67,7 +72,7 @@ class Worker:
             convert(sources, targets)
             return
         with self.on_device():
-            results = [torch.empty_like(tensor, device=self._device) for tensor in targets]
+            results = self._on_device("results", targets)
             convert(self.to_device(sources), results)
             for target, result in zip(targets, results, strict=True):
                 target.copy_(result, non_blocking=True)
@@ -80,15 +85,23 @@ class Worker:
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def buffers(self, side: str, tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
+    def buffers(self, name: str, tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
         """Host tensors of these dtypes and shapes, in the worker's buffer of that name."""
+        return self._views(name, tensors, pin_memory=self._stream is not None)
+
+    def _on_device(self, name: str, like: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._views(name, [(tensor.dtype, tensor.shape) for tensor in like], device=self._device)
+
+    def _views(
+        self, name: str, tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]], **where: Any
+    ) -> list[torch.Tensor]:
         sizes = [num_bytes(dtype, shape) for dtype, shape in tensors]
         steps = [math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        buffer = self._buffers.get(side)
+        buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < sum(steps):
-            self._buffers.pop(side, None)
-            buffer = torch.empty(sum(steps), dtype=torch.uint8, pin_memory=self._stream is not None)
-            self._buffers[side] = buffer
+            self._buffers.pop(name, None)
+            buffer = torch.empty(sum(steps), dtype=torch.uint8, **where)
+            self._buffers[name] = buffer
         views, start = [], 0
         for (dtype, shape), size, step in zip(tensors, sizes, steps, strict=True):
             views.append(buffer[start : start + size].view(dtype).view(shape))

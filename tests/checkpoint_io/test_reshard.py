@@ -12,6 +12,7 @@ from colossalai.pipeline.stage_manager import PipelineStageManager
 from tiny_models import mixtral_config, qwen3_moe_config, tiny_model
 from transformers import DeepseekV3Config, LlamaConfig
 
+from coati_ext.benchmark.synthetic import deepseek_v3_tensors
 from coati_ext.checkpoint_io.layout import Coordinates, Layout, distribute_layers
 from coati_ext.checkpoint_io.reshard import Plan, plan
 from coati_ext.checkpoint_io.safetensors_file import num_bytes
@@ -34,54 +35,9 @@ def table(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat1
 
 
 @cache
-def deepseek_v3_tensors() -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of the published DeepSeek-V3, multi-token prediction (layer 61) included."""
-    c, tensors = V3, {}
-
-    def add(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        tensors[name] = TensorSpec(name=name, dtype=dtype, shape=shape)
-
-    def fp8(name: str, rows: int, columns: int) -> None:
-        add(name, rows, columns, dtype=torch.float8_e4m3fn)
-        add(name + "_scale_inv", math.ceil(rows / 128), math.ceil(columns / 128), dtype=torch.float32)
-
-    def mlp(name: str, width: int) -> None:
-        fp8(f"{name}.gate_proj.weight", width, c.hidden_size)
-        fp8(f"{name}.up_proj.weight", width, c.hidden_size)
-        fp8(f"{name}.down_proj.weight", c.hidden_size, width)
-
-    add("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-    for i in range(c.num_hidden_layers + c.num_nextn_predict_layers):
-        layer = f"model.layers.{i}"
-        attention = f"{layer}.self_attn"
-        fp8(f"{attention}.q_a_proj.weight", c.q_lora_rank, c.hidden_size)
-        add(f"{attention}.q_a_layernorm.weight", c.q_lora_rank)
-        fp8(f"{attention}.q_b_proj.weight", c.num_attention_heads * c.qk_head_dim, c.q_lora_rank)
-        fp8(f"{attention}.kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
-        add(f"{attention}.kv_a_layernorm.weight", c.kv_lora_rank)
-        kv_width = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
-        fp8(f"{attention}.kv_b_proj.weight", kv_width, c.kv_lora_rank)
-        fp8(f"{attention}.o_proj.weight", c.hidden_size, c.num_attention_heads * c.v_head_dim)
-        add(f"{layer}.input_layernorm.weight", c.hidden_size)
-        add(f"{layer}.post_attention_layernorm.weight", c.hidden_size)
-        if i < c.first_k_dense_replace:
-            mlp(f"{layer}.mlp", c.intermediate_size)
-            continue
-        add(f"{layer}.mlp.gate.weight", c.n_routed_experts, c.hidden_size)
-        add(f"{layer}.mlp.gate.e_score_correction_bias", c.n_routed_experts, dtype=torch.float32)
-        mlp(f"{layer}.mlp.shared_experts", c.n_shared_experts * c.moe_intermediate_size)
-        for expert in range(c.n_routed_experts):
-            mlp(f"{layer}.mlp.experts.{expert}", c.moe_intermediate_size)
-        if i >= c.num_hidden_layers:
-            add(f"{layer}.embed_tokens.weight", c.vocab_size, c.hidden_size)
-            add(f"{layer}.enorm.weight", c.hidden_size)
-            add(f"{layer}.hnorm.weight", c.hidden_size)
-            add(f"{layer}.eh_proj.weight", c.hidden_size, 2 * c.hidden_size)
-            add(f"{layer}.shared_head.norm.weight", c.hidden_size)
-            add(f"{layer}.shared_head.head.weight", c.vocab_size, c.hidden_size)
-    add("model.norm.weight", c.hidden_size)
-    add("lm_head.weight", c.vocab_size, c.hidden_size)
-    return tensors
+def published_tensors() -> dict[str, TensorSpec]:
+    """Of DeepSeek-V3, multi-token prediction (layer 61) included."""
+    return deepseek_v3_tensors(V3)
 
 
 def holders(p: Plan) -> dict[str, dict[tuple, list[int]]]:
@@ -139,7 +95,7 @@ def slices_of(p: Plan, rank: int) -> dict[str, tuple]:
 
 
 def test_the_671b_table_is_the_published_one():
-    tensors = deepseek_v3_tensors()
+    tensors = published_tensors()
     sizes = {name: math.prod(t.shape) for name, t in tensors.items() if not name.endswith("_scale_inv")}
     without_mtp = sum(size for name, size in sizes.items() if not name.startswith("model.layers.61."))
     assert round(without_mtp / 1e9) == 671
@@ -149,7 +105,7 @@ def test_the_671b_table_is_the_published_one():
 
 @pytest.mark.parametrize("sizes", V3_LAYOUTS, ids=str)
 def test_1024_ranks_share_671b(sizes):
-    p = plan(V3, deepseek_v3_tensors(), Layout(**sizes))
+    p = plan(V3, published_tensors(), Layout(**sizes))
     assert p.layout.world_size == 1024
     check_partition(p, samples=400)
     of_stage = defaultdict(set)
@@ -167,7 +123,7 @@ def test_1024_ranks_share_671b(sizes):
     ],
 )
 def test_what_training_holds_of_671b_is_balanced(sizes, bound):
-    tensors = {name: spec for name, spec in deepseek_v3_tensors().items() if not name.startswith("model.layers.61.")}
+    tensors = {name: spec for name, spec in published_tensors().items() if not name.startswith("model.layers.61.")}
     nbytes = bytes_of_ranks(plan(V3, tensors, Layout(**sizes)))
     assert max(nbytes) < bound * sum(nbytes) / len(nbytes)
 
@@ -291,7 +247,7 @@ def test_tp_cuts_rows_columns_and_fused_halves():
 
 def test_scales_are_cut_as_their_weight():
     down = "model.layers.5.mlp.shared_experts.down_proj.weight"
-    p = plan(V3, deepseek_v3_tensors(), Layout(tp=4))
+    p = plan(V3, published_tensors(), Layout(tp=4))
     held = slices_of(p, 2)
     assert held[down] == (((0, 7168),), ((1024, 1536),))
     assert held[down + "_scale_inv"] == (((0, 56),), ((8, 12),))
@@ -337,7 +293,7 @@ def test_tp_needs_a_plan_of_transformers():
 
 def test_a_cut_within_an_fp8_block_is_refused():
     with pytest.raises(ValueError, match=r"gate_proj.weight, of shape \[18432, 7168\], every 576 .* blocks of 128"):
-        plan(V3, deepseek_v3_tensors(), Layout(tp=32))
+        plan(V3, published_tensors(), Layout(tp=32))
 
 
 def test_a_broken_config_is_a_value_error():

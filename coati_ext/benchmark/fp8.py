@@ -84,7 +84,10 @@ def checkpoints(work: Path, source: Path | None, size: int, baseline_bytes: int,
         print(f"writing a checkpoint of {size / 1e9:.1f} GB to {source}", flush=True)
         write_checkpoint(source, size)
     device = options.devices()[0]
-    lines = [f"disk: {_filesystem(work)}; input {_nbytes(source) / 1e9:.1f} GB in the page cache as far as it fits"]
+    lines = [
+        f"input {_nbytes(source) / 1e9:.1f} GB on {_filesystem(source)}, read once before (page cache)",
+        f"output on {_filesystem(work)}; 'with sync' is until all of it is on the disk",
+    ]
     _read_all(source)
     os.sync()
     rows = {}

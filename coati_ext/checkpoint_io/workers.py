@@ -20,6 +20,7 @@ from coati_ext.checkpoint_io.safetensors_file import num_bytes, read_exactly
 
 MAX_WORKERS = 16
 _ALIGNMENT = 512  # of each tensor within a worker's buffers
+_GRANULE = 16 << 20  # of a buffer's size: they grow once, if at all, and allocators keep no outgrown ones
 Result = TypeVar("Result")
 
 
@@ -100,11 +101,12 @@ class Worker:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < sum(steps):
             self._buffers.pop(name, None)
-            buffer = torch.empty(sum(steps), dtype=torch.uint8, **where)
+            size = math.ceil(sum(steps) / _GRANULE) * _GRANULE
+            buffer = torch.empty(size, dtype=torch.uint8, **where)
             self._buffers[name] = buffer
         views, start = [], 0
-        for (dtype, shape), size, step in zip(tensors, sizes, steps, strict=True):
-            views.append(buffer[start : start + size].view(dtype).view(shape))
+        for (dtype, shape), nbytes, step in zip(tensors, sizes, steps, strict=True):
+            views.append(buffer[start : start + nbytes].view(dtype).view(shape))
             start += step
         return views
 

@@ -28,6 +28,8 @@ VECTOR_BYTES = 16  # the widest store of a thread: 8 weights in a 16-bit dtype, 
 NATIVE_FP8 = (8, 9)  # the first compute capability that converts FP8 itself
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+SCALE_FORMATS = {torch.float8_e8m0fnu: "e8m0", torch.bfloat16: "bf16"}  # others are loaded as numbers
+SCALE_INTEGERS = {"e8m0": torch.uint8, "bf16": torch.int16}
 OUT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -47,9 +49,15 @@ def _decode(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _decode_scale(scale, IS_E8M0: tl.constexpr):
-    """A scale as fp32; UE8M0 is a byte, and its 0 is 2**-127, a subnormal."""
-    if IS_E8M0:
+def _decode_scale(scale, SCALE_FORMAT: tl.constexpr):
+    """A scale as fp32; UE8M0 is a byte, and its 0 is 2**-127, a subnormal.
+
+    bf16 comes as an integer: LLVM sees that the product of an fp16 and a bf16, made in fp32, fits the mantissa of fp16,
+    and computes an fp16 result in fp16, where a bf16 scale loses its exponent (triton 3.6, sm_90).
+    """
+    if SCALE_FORMAT == "bf16":
+        value = (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif SCALE_FORMAT == "e8m0":
         exponent = scale.to(tl.int32)
         bits = tl.where(exponent == 0, 0x400000, exponent << 23)
         value = tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -111,7 +119,7 @@ def _dequantize_tile(
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     FORMAT: tl.constexpr,
-    IS_E8M0: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
     out_dtype: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -145,7 +153,7 @@ def _dequantize_tile(
         scale = tl.load(scales, mask=groups < num_columns)
         scale = tl.broadcast_to(scale[:, None], (TILE_M // GROUP, GROUP)).reshape(1, TILE_M)
 
-    value = _decode(code, FORMAT) * _decode_scale(scale, IS_E8M0)
+    value = _decode(code, FORMAT) * _decode_scale(scale, SCALE_FORMAT)
     out = _round_one_nan(value, out_dtype, INTERPRETED)
     if EVEN:
         tl.store(outs, out, eviction_policy="evict_first")
@@ -189,12 +197,13 @@ def dequantize_fp8_tiled(
 
     vector = VECTOR_BYTES // max(out.element_size(), 2)
     column_unit = gcd(vector, num_columns)
+    scale_format = SCALE_FORMATS.get(scale_inv.dtype, "number")
     stride_unit = gcd(vector, weight_BNM.stride(0), weight_BNM.stride(1))
     grid = (num_batch * triton.cdiv(num_rows, tile_n) * triton.cdiv(num_columns, tile_m),)
     with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():
         _dequantize_tile[grid](
             weight_BNM.view(torch.uint8) if portable else weight_BNM,
-            scale_BIJ.view(torch.uint8) if scale_inv.dtype == torch.float8_e8m0fnu else scale_BIJ,
+            scale_BIJ.view(SCALE_INTEGERS[scale_format]) if scale_format in SCALE_INTEGERS else scale_BIJ,
             out_BNM,
             num_rows,
             num_columns // column_unit,
@@ -211,7 +220,7 @@ def dequantize_fp8_tiled(
             GROUP=gcd(vector, block_size[1], tile_m),
             EVEN=num_rows % tile_n == 0 and num_columns % tile_m == 0,
             FORMAT=FORMATS[weight.dtype] if portable else "native",
-            IS_E8M0=scale_inv.dtype == torch.float8_e8m0fnu,
+            SCALE_FORMAT=scale_format,
             out_dtype=OUT_DTYPES[dtype],
             INTERPRETED=INTERPRETED,
             num_warps=num_warps,

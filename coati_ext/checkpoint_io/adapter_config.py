@@ -33,6 +33,9 @@ from coati_ext.models.lora import refuse_unsupported
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
+# Starts that change the base weights: such an adapter is right on the changed base only.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
 # Fields that the tensors' names and shapes decide, or that only say how an adapter begins.
 DERIVED_FIELDS = {
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
@@ -181,6 +184,7 @@ def lora_config_from_adapter(directory: str | Path) -> LoraConfig:
         raise ValueError(f"{file}: one rank for all tensors is supported, found {sorted(ranks)}")
     rank = ranks.pop()
     found = read_config(directory)
+    refuse_changed_base(found, Path(directory) / CONFIG_FILE)
     _refuse_uneven(found, rank, Path(directory) / CONFIG_FILE)
     kept = {k: v for k, v in found.to_dict().items() if k not in DERIVED_FIELDS}
     refuse_unsupported(LoraConfig(**kept))
@@ -194,6 +198,16 @@ def lora_config_from_adapter(directory: str | Path) -> LoraConfig:
         base_model_name_or_path=found.base_model_name_or_path,
         target_modules=sorted({tensor.target for tensor in tensors.values()} - padded),
     )
+
+
+def refuse_changed_base(config: LoraConfig, file: Path) -> None:
+    """ValueError for an adapter that is right on a changed base only."""
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{file}: init_lora_weights {init!r} changes the base weights, so the tensors alone are not the adapter. "
+            "Save it with PEFT's path_initial_model_for_weight_conversion, and convert that."
+        )
 
 
 def _named(key: str, file: Path) -> LoraTensor:

@@ -19,6 +19,7 @@ from coati_ext.checkpoint_io.checkpoint import Checkpoint
 from coati_ext.checkpoint_io.fp8_format import (
     DEFAULT_BLOCK,
     FP8_DTYPES,
+    SCALE_SUFFIX,
     Block,
     block_size,
     fp8_specs,
@@ -26,6 +27,7 @@ from coati_ext.checkpoint_io.fp8_format import (
     quantization_of,
     scale_rows_to,
 )
+from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME
 from coati_ext.checkpoint_io.rewrite import WorkOptions, rewrite_checkpoint
 from coati_ext.checkpoint_io.safetensors_file import TensorEntry
 from coati_ext.checkpoint_io.stream import OutputShard, Strip, TensorSpec, row_spans, rows_of, rows_to
@@ -103,6 +105,7 @@ def bf16_to_fp8(
         config={**checkpoint.config(), "quantization_config": quantization},
         identity={"tool": "bf16_to_fp8", "quantization": quantization, "tensors": len(names)},
         options=options,
+        inputs=[] if like is None else [like.directory],
     )
     return measured
 
@@ -114,6 +117,14 @@ def choose(
     for entry in checkpoint.tensors.values():
         if entry.dtype in FP8_DTYPES:
             raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype} already")
+    for entry in checkpoint.tensors.values():
+        if entry.name.endswith(SCALE_SUFFIX):
+            raise ValueError(f"{entry.file}: {entry.name} is left from an FP8 checkpoint; remove it")
+    found = quantization_of(checkpoint.config())
+    if found is not None:
+        raise ValueError(
+            f"{checkpoint.directory / CONFIG_NAME} has a quantization_config ({found}); expected a model in BF16"
+        )
     if like is not None:
         return _chosen_by(checkpoint, like)
     names = {entry.name for entry in checkpoint.tensors.values() if is_quantised_by_default(entry)}

@@ -32,6 +32,7 @@ from coati_ext.checkpoint_io.adapter_config import (
     config_transformers4,
     config_transformers5,
     read_config,
+    refuse_changed_base,
 )
 from coati_ext.checkpoint_io.adapter_directory import replace_directory, write_json
 from coati_ext.checkpoint_io.adapter_pairs import Base, Pair, Pairs, read_base, read_pairs
@@ -43,8 +44,6 @@ from coati_ext.models.lora import refuse_unsupported
 Form = Literal["per-expert", "stacked", "vllm"]
 FORMS: tuple[Form, ...] = ("per-expert", "stacked", "vllm")
 
-# Starts that change the base weights: such an adapter is right on the changed base only.
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _TOKENIZER_FILES = {".json", ".jinja", ".model", ".txt"}
 
 
@@ -139,12 +138,7 @@ def _refuse_output(adapter: Path, output: Path, overwrite: bool) -> None:
 
 
 def _refuse_options(config: LoraConfig, file: Path) -> None:
-    init = config.init_lora_weights
-    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
-        raise ValueError(
-            f"{file}: init_lora_weights {init!r} changes the base weights, so the tensors alone are not the adapter. "
-            "Save it with PEFT's path_initial_model_for_weight_conversion, and convert that."
-        )
+    refuse_changed_base(config, file)
     try:
         refuse_unsupported(LoraConfig(**{k: v for k, v in config.to_dict().items() if k not in DERIVED_FIELDS}))
     except ValueError as error:

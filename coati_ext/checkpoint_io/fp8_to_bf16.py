@@ -99,7 +99,7 @@ def mtp_tensors(checkpoint: Checkpoint) -> set[str]:
         raise ValueError(f"{checkpoint.directory}: config.json has no num_hidden_layers, which --mtp drop goes by")
 
     def is_mtp(name: str) -> bool:
-        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
         return re.search(r"(?:^|\.)mtp\.", name) is not None or (layer is not None and int(layer[1]) >= num_layers)
 
     return {name for name in checkpoint.tensors if is_mtp(name)}

@@ -72,7 +72,9 @@ def copy_side_files(source: Path, target: Path) -> None:
     """Copy tokenizer, chat templates, generation config and licence; weights and config.json are the caller's."""
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
-            if file.is_file():  # links are followed: caches link to blobs
+            if file.is_symlink() and not file.exists():
+                raise FileNotFoundError(f"{file} links to {file.readlink()}, which is not there; copy the model again")
+            if file.is_file() and file.suffix != ".safetensors":  # links are followed: caches link to blobs
                 shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():

@@ -88,6 +88,8 @@ def merge_adapter(
     """
     config = lora_config_from_adapter(adapter)
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    if not math.isfinite(scaling) or scaling == 0:
+        raise ValueError(f"{adapter}: lora_alpha {config.lora_alpha} gives the scaling {scaling}; nothing to merge")
     pairs = read_pairs(adapter, checkpoint)
     zero = {name for name, pair in pairs.items() if _is_zero(pair.lora_B)}
     if len(zero) == len(pairs):
@@ -104,6 +106,7 @@ def merge_adapter(
         config=bf16_config(checkpoint.config(), mtp="keep") if output_dtype == "bf16" else checkpoint.config(),
         identity={"tool": "merge", "output_dtype": output_dtype, "scaling": scaling, **_fingerprint(adapter)},
         options=options,
+        inputs=[adapter],
     )
     return MergeReport(
         num_adapter_tensors=2 * len(pairs),
@@ -211,6 +214,10 @@ class _Merged:
         self._weight, self._scale, self._pair = weight, scale, pair
         self._scaling, self._block = scaling, block
         self._to_fp8 = scale is not None and not to_bf16
+        if self._to_fp8 and weight.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"{weight.file}: {weight.name} is {weight.dtype}; FP8 is written as e4m3: pass --output_dtype bf16"
+            )
         if self._to_fp8 and scale.dtype not in _WRITTEN_SCALES:
             raise ValueError(
                 f"{scale.file}: {scale.name} is {scale.dtype}; scales are written in {_WRITTEN_SCALES}: pass "

@@ -9,8 +9,9 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,22 +40,24 @@ class ResumableDirectory:
 
 @contextmanager
 def resumable_directory(
-    output: Path, *, identity: dict[str, Any], overwrite: bool = False
+    output: Path, *, identity: dict[str, Any], inputs: Iterable[Path] = (), overwrite: bool = False
 ) -> Iterator[ResumableDirectory]:
     """Yield the directory to work in; it becomes `output` when the block ends without an error, else it stays.
 
     Args:
         identity: JSON that says what is being made: the tool, its options, the input files with sizes and times. Only
             an earlier run with the same identity is continued.
+        inputs: files and directories that are read, and so must survive.
         overwrite: replace a model directory at `output`, and start anew where the earlier run was another.
 
     Raises:
         FileExistsError: `output` is not empty; or an earlier run of another identity was left unfinished.
+        ValueError: the output is inside an input, or holds one.
         RuntimeError: another process is at work on the same output.
     """
     output = output.resolve()
     work = output.with_name(output.name + SUFFIX)
-    old = output.with_name(f".{output.name}.old")
+    check_apart(inputs, output, work)
     _check_output(output, overwrite=overwrite)
     work.mkdir(parents=True, exist_ok=True)
     with (work / JOURNAL_NAME).open("a+", encoding="utf-8") as journal:
@@ -69,12 +72,23 @@ def resumable_directory(
             if [entry.name for entry in work.iterdir()] == [JOURNAL_NAME]:  # nothing to continue
                 shutil.rmtree(work)
             raise
+        _check_output(output, overwrite=overwrite)  # it may have appeared meanwhile
+        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old-", dir=output.parent))
         if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            output.rename(old)
+            output.rename(old / output.name)
         work.rename(output)
         (output / JOURNAL_NAME).unlink()
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old)
+
+
+def check_apart(inputs: Iterable[Path], *outputs: Path) -> None:
+    """ValueError if an output is an input or inside one, or holds an input, links followed."""
+    for path in sorted({path.resolve() for path in inputs}):  # a folder before what is in it
+        for output in outputs:
+            if output.resolve().is_relative_to(path):
+                raise ValueError(f"the output {output} is inside the input {path}, which is never written to")
+            if path.is_relative_to(output.resolve()):
+                raise ValueError(f"the output {output} holds the input {path}, which must survive; choose another")
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

@@ -56,26 +56,31 @@ def rewrite_checkpoint(
     config: dict[str, Any],
     identity: dict[str, Any],
     options: WorkOptions,
+    inputs: Sequence[Path] = (),
 ) -> None:
     """Write the shards and all that makes them a model directory; an interrupted run is continued.
 
     Args:
         config: the output's `config.json`.
         identity: what besides the input files decides the output's bytes: the tool and its options.
+        inputs: what is read besides the checkpoint, and must survive too.
 
     Raises:
         FileExistsError, RuntimeError: see `resumable_directory`.
         OSError: the disk is too small, or fails.
-        ValueError: `output` is the input or inside it; or damage that is found only while reading.
+        ValueError: `output` is inside an input or holds one; damage that is found only while reading; an input that
+            changed meanwhile.
     """
-    check_apart(checkpoint.directory, output)
     devices = options.devices()
     if options.num_workers is not None and options.num_workers < 1:
         raise ValueError(f"--workers {options.num_workers}: expected 1 or more")
     files = {entry.file for entries in checkpoint.shards.values() for entry in entries}
-    identity = {"coati_ext": __version__, **identity, **fingerprints(files)}
+    files |= {file for file in [checkpoint.directory / CONFIG_NAME] if file.is_file()}
+    before = fingerprints(files)
+    identity = {"coati_ext": __version__, **identity, **before}
     total = sum(shard.nbytes for shard in shards)
-    with resumable_directory(output, identity=identity, overwrite=options.overwrite) as directory:
+    read = [checkpoint.directory, *files, *inputs]
+    with resumable_directory(output, identity=identity, inputs=read, overwrite=options.overwrite) as directory:
         if directory.finished:
             print(f"continuing {directory.path}: {len(directory.finished)} of {len(shards)} files were finished")
         with tqdm(total=total, unit="B", unit_scale=True, disable=not options.show_progress, smoothing=0.05) as bar:
@@ -87,16 +92,11 @@ def rewrite_checkpoint(
                 extra_bytes=_SIDE_BYTES,
                 progress=bar.update,
             )
+        if fingerprints(files) != before:
+            raise ValueError(f"{checkpoint.directory} was changed while it was read; run again to begin anew")
         copy_side_files(checkpoint.directory, directory.path)
         write_index(directory.path, shards)
         (directory.path / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def check_apart(source: Path, output: Path) -> None:
-    """ValueError if `output` is `source` or inside it."""
-    source, output = source.resolve(), output.resolve()
-    if source == output or source in output.parents:
-        raise ValueError(f"the output {output} is inside the input {source}, which is never written to")
 
 
 def write_index(directory: Path, shards: Sequence[OutputShard]) -> None:

@@ -34,7 +34,7 @@ from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME, INDEX_NAME, copy_s
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.reshard import Part, Plan, plan
 from coati_ext.checkpoint_io.resumable import JOURNAL_NAME, ResumableDirectory, resumable_directory
-from coati_ext.checkpoint_io.rewrite import check_apart, fingerprints
+from coati_ext.checkpoint_io.rewrite import fingerprints
 from coati_ext.checkpoint_io.safetensors_file import DTYPES, read_header
 from coati_ext.checkpoint_io.slices import Slice, cut_strips, join_strips
 from coati_ext.checkpoint_io.stream import OutputShard, TensorSpec
@@ -127,19 +127,19 @@ def split_checkpoint(
         OSError: the disk is too small, or fails.
     """
     checkpoint, output = read_checkpoint(pretrained), Path(output)
-    check_apart(checkpoint.directory, output)
     made = plan(checkpoint.config(), checkpoint.tensors, layout)
     shards = [_part_shard(part, made, checkpoint) for part in made.parts]
     inputs = {checkpoint.directory / name for name in (*checkpoint.shards, CONFIG_NAME)}
     identity = {"coati_ext": __version__, "tool": "split", "layout": dataclasses.asdict(layout), **fingerprints(inputs)}
     identity = json.loads(json.dumps(identity))  # as the journal will have it: lists, no tuples
-    with resumable_directory(output, identity=identity, overwrite=overwrite) as directory:
+    read = [checkpoint.directory, *inputs]
+    with resumable_directory(output, identity=identity, inputs=read, overwrite=overwrite) as directory:
         _run(shards, directory, num_workers, "split" if show_progress else None)
         files = _copy_files(checkpoint, directory.path)
         names = [shard.name for shard in shards]
         digests = _sha256([directory.path / name for name in names + files], num_workers, show_progress)
         manifest = _manifest(made, checkpoint, directory.path, dict(zip(names + files, digests, strict=True)))
-        text = json.dumps(manifest, ensure_ascii=False)
+        text = json.dumps({**manifest, "sha256": _sha256_of_json(manifest)}, ensure_ascii=False)
         (directory.path / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
     sizes = [sum(manifest["parts"][name]["nbytes"] for name in names) for names in manifest["ranks"]]
     present = {entry.name for entry in checkpoint.directory.iterdir() if not entry.name.startswith(".")}
@@ -171,18 +171,19 @@ def join_checkpoint(
         OSError: the disk is too small, or fails.
     """
     directory, output = Path(directory), Path(output)
-    check_apart(directory, output)
     manifest_file = directory / MANIFEST_NAME
     if not manifest_file.is_file():
         raise FileNotFoundError(f"{directory} has no {MANIFEST_NAME}; expected what split_checkpoint wrote")
     manifest = read_json(manifest_file)
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{manifest_file}: format is {manifest.get('format')!r}; expected {_FORMAT!r}")
+    if manifest.pop("sha256", None) != _sha256_of_json(manifest):
+        raise ValueError(f"{manifest_file} is not what was written (its sha256 differs); copy it again, or split again")
     _check_files(directory, manifest, num_workers, show_progress)
     pieces = _pieces(directory, manifest)
     shards = [_original_shard(name, directory, pieces) for name in manifest["shards"]]
     identity = {"coati_ext": __version__, "tool": "join", "manifest": _sha256_of(manifest_file)}
-    with resumable_directory(output, identity=identity, overwrite=overwrite) as work:
+    with resumable_directory(output, identity=identity, inputs=[directory], overwrite=overwrite) as work:
         _run(shards, work, num_workers, "join" if show_progress else None)
         for name in manifest["files"]:
             if name.endswith(".header"):
@@ -315,6 +316,10 @@ def _sha256(files: list[Path], num_workers: int | None, show_progress: bool) -> 
         tqdm(total=total, unit="B", unit_scale=True, desc="checksums", disable=not show_progress) as bar,
     ):
         return list(pool.map(lambda file: _sha256_of(file, bar.update), files))
+
+
+def _sha256_of_json(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256_of(file: Path, progress: Callable[[int], Any] = lambda nbytes: None) -> str:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from applications.fp8_cast_bf16 import main
+from coati_ext.checkpoint_io.verify_fp8 import errors_in_half_steps
 
 ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
@@ -146,6 +147,14 @@ def test_mtp_layers_are_dropped_when_asked(source, tmp_path):
     assert gone == {name for name in kept if name.startswith("model.layers.2.")}
     assert all(torch.equal(kept[name], value) for name, value in dropped.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_layers_of_a_vision_tower_are_no_mtp_layers(source, tmp_path):
+    tensors = copy_of(source[0], tmp_path / "in")
+    tensors["vision_tower.encoder.layers.7.weight"] = torch.ones(2, 2)
+    save_sharded(tensors, tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", "--mtp", "drop") == 0
+    assert "vision_tower.encoder.layers.7.weight" in load_dir(tmp_path / "out")
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
@@ -312,6 +321,19 @@ def next_bf16(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     value.view(torch.int16)[-1, -1] += 1
     return value
+
+
+def test_verify_compares_bits():
+    """Where a product is zero, or a power of two below which the steps are half as wide."""
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3)[None]
+    for scale in (1.0, 0.3, 2.0**-20):
+        scales = torch.full((1, 2), scale)
+        right = dequantize(codes, scales).float().bfloat16()
+        error, num_wrong = errors_in_half_steps(codes, scales, right, (128, 128))
+        assert num_wrong == 0 and error < 1.001  # two roundings
+        for step in (1, -1):
+            wrong = (right.view(torch.int16) + step).view(torch.bfloat16)
+            assert errors_in_half_steps(codes, scales, wrong, (128, 128))[1] >= 254  # all but NaN
 
 
 GATE = "model.layers.1.mlp.gate.weight"

@@ -234,7 +234,10 @@ def test_another_adapter_does_not_continue_an_interrupted_merge(fp8, tmp_path, c
 def test_options_that_the_merge_cannot_honour_are_refused(fp8, tmp_path, capsys):
     base, tensors, _, _ = fp8
     write_adapter(tmp_path / "adapter", tensors)
-    edit_config(tmp_path / "adapter", use_dora=True)
+    edit_config(tmp_path / "adapter", init_lora_weights="pissa")
+    assert merge(base, tmp_path / "adapter", tmp_path / "out") == 1
+    assert "changes the base weights" in capsys.readouterr().err
+    edit_config(tmp_path / "adapter", init_lora_weights=True, use_dora=True)
     assert merge(base, tmp_path / "adapter", tmp_path / "out") == 1
     assert "dora" in capsys.readouterr().err.lower()
     mixtral = save_base("mixtral", tmp_path)

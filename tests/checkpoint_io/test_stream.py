@@ -170,6 +170,33 @@ def test_an_existing_output_is_kept_unless_told(checkpoint, tmp_path):
         Doubled(checkpoint).run(other, overwrite=True)
 
 
+def test_an_output_that_holds_an_input_is_not_replaced(checkpoint, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    inside = {"inputs": [checkpoint.directory], "overwrite": True}
+    for output in (tmp_path, checkpoint.directory, checkpoint.directory / "sub"):
+        with pytest.raises(ValueError, match="input"), resumable_directory(output, identity={}, **inside):
+            pass
+    assert read_checkpoint(checkpoint.directory).nbytes == checkpoint.nbytes
+
+
+def test_an_output_that_appears_meanwhile_is_kept(tmp_path):
+    with (
+        pytest.raises(FileExistsError, match="exists and is not empty"),
+        resumable_directory(tmp_path / "out", identity={}) as work,
+    ):
+        (work.path / "config.json").write_text("{}")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("x")
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "x"
+
+
+def test_a_neighbour_with_a_likely_name_is_kept(checkpoint, tmp_path):
+    (tmp_path / ".out.old").mkdir()
+    Doubled(checkpoint).run(tmp_path / "out")
+    Doubled(checkpoint).run(tmp_path / "out", overwrite=True)
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".out.old", "in", "out"]
+
+
 def test_files_of_others_in_the_way_are_kept(checkpoint, tmp_path):
     work = tmp_path / "out.incomplete"
     work.mkdir()

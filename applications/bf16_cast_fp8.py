@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from coati_ext.checkpoint_io.command import add_work_flags, run_tool, work_options
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -26,36 +28,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=("float32", "ue8m0"),
         help="without --like: ue8m0 makes scales powers of two, as DeepSeek-V3.1 has them (default: float32)",
     )
-    parser.add_argument("--device", default="auto", help="auto (all GPUs, or else the CPU; default), cpu, cuda, cuda:N")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a CPU core, at most 16)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
+    add_work_flags(parser)
     args = parser.parse_args(argv)
     if args.like is not None and args.scale_fmt is not None:
         parser.error("--scale_fmt and --like: the scale format comes with --like; leave one of them out")
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-
+def convert(args: argparse.Namespace) -> int:
     from coati_ext.checkpoint_io.bf16_to_fp8 import bf16_to_fp8
     from coati_ext.checkpoint_io.checkpoint import read_checkpoint
-    from coati_ext.checkpoint_io.rewrite import WorkOptions
 
-    try:
-        error = bf16_to_fp8(
-            read_checkpoint(args.input_bf16_hf_path),
-            args.output_fp8_hf_path,
-            like=None if args.like is None else read_checkpoint(args.like),
-            scale_format=args.scale_fmt or "float32",
-            options=WorkOptions(device=args.device, num_workers=args.workers, overwrite=args.overwrite),
-        )
-    except (OSError, RuntimeError, ValueError) as failure:
-        print(f"bf16_cast_fp8: {failure}", file=sys.stderr)
-        return 1
+    error = bf16_to_fp8(
+        read_checkpoint(args.input_bf16_hf_path),
+        args.output_fp8_hf_path,
+        like=None if args.like is None else read_checkpoint(args.like),
+        scale_format=args.scale_fmt or "float32",
+        options=work_options(args),
+    )
     print(error.format())
     print(f"wrote {args.output_fp8_hf_path}")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return run_tool("bf16_cast_fp8", lambda: convert(args))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from coati_ext.checkpoint_io.command import run_tool
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,21 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
     args = parser.parse_args(argv)
+    return run_tool("convert_adapter", lambda: convert(args))
 
+
+def convert(args: argparse.Namespace) -> int:
     from coati_ext.checkpoint_io.convert_adapter import convert_adapter
 
-    try:
-        report = convert_adapter(
-            args.adapter,
-            args.output,
-            to=args.to,
-            pretrained=args.pretrained,
-            peft_orientation=args.peft_orientation,
-            overwrite=args.overwrite,
-        )
-    except (ValueError, OSError) as error:
-        print(f"convert_adapter: error: {error}", file=sys.stderr)
-        return 1
+    report = convert_adapter(
+        args.adapter,
+        args.output,
+        to=args.to,
+        pretrained=args.pretrained,
+        peft_orientation=args.peft_orientation,
+        overwrite=args.overwrite,
+    )
     print(report.format())
     return 0
 

@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from coati_ext.checkpoint_io.command import add_work_flags, run_tool, work_options
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -21,45 +23,40 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default="keep",
         help="multi-token-prediction layers, which transformers does not load (default: keep)",
     )
-    parser.add_argument("--device", default="auto", help="auto (all GPUs, or else the CPU; default), cpu, cuda, cuda:N")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a CPU core, at most 16)")
     parser.add_argument(
         "--verify",
         nargs="?",
         const="sample",
         choices=("sample", "all"),
-        help="compare the output with a float64 dequantisation; an output that is complete is only compared",
+        help="compare the output with a float64 dequantisation: a sample of every shard (default), or all; an output "
+        "that is complete is only compared",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
+    add_work_flags(parser)
     return parser.parse_args(argv)
+
+
+def convert(args: argparse.Namespace) -> int:
+    from coati_ext.checkpoint_io.checkpoint import read_checkpoint
+    from coati_ext.checkpoint_io.fp8_to_bf16 import fp8_to_bf16
+    from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME
+    from coati_ext.checkpoint_io.verify_fp8 import verify_fp8_to_bf16
+
+    source, output, options = read_checkpoint(args.input_fp8_hf_path), args.output_bf16_hf_path, work_options(args)
+    if args.verify and not args.overwrite and (output / CONFIG_NAME).is_file():
+        print(f"{output} exists: only comparing it")
+    else:
+        fp8_to_bf16(source, output, mtp=args.mtp, options=options)
+        print(f"wrote {output}")
+    if not args.verify:
+        return 0
+    report = verify_fp8_to_bf16(source, output, amount=args.verify, mtp=args.mtp, options=options)
+    print(report.format())
+    return 1 if report.problems else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    from coati_ext.checkpoint_io.checkpoint import read_checkpoint
-    from coati_ext.checkpoint_io.fp8_to_bf16 import fp8_to_bf16
-    from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME
-    from coati_ext.checkpoint_io.rewrite import WorkOptions
-    from coati_ext.checkpoint_io.verify_fp8 import verify_fp8_to_bf16
-
-    output = args.output_bf16_hf_path
-    options = WorkOptions(device=args.device, num_workers=args.workers, overwrite=args.overwrite)
-    try:
-        source = read_checkpoint(args.input_fp8_hf_path)
-        if args.verify and not args.overwrite and (output / CONFIG_NAME).is_file():
-            print(f"{output} exists: only comparing it")
-        else:
-            fp8_to_bf16(source, output, mtp=args.mtp, options=options)
-            print(f"wrote {output}")
-        if args.verify:
-            report = verify_fp8_to_bf16(source, output, amount=args.verify, mtp=args.mtp, options=options)
-            print(report.format())
-            return 1 if report.problems else 0
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"fp8_cast_bf16: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_tool("fp8_cast_bf16", lambda: convert(args))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from coati_ext.checkpoint_io.command import add_work_flags, run_tool, work_options
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -18,33 +20,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output_dtype", choices=("same", "bf16"), default="same", help="bf16: of an FP8 base (default: as the base)"
     )
-    parser.add_argument("--device", default="auto", help="auto (all GPUs, or else the CPU; default), cpu, cuda, cuda:N")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a CPU core, at most 16)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
+    add_work_flags(parser)
     return parser.parse_args(argv)
+
+
+def merge(args: argparse.Namespace) -> int:
+    from coati_ext.checkpoint_io.checkpoint import read_checkpoint
+    from coati_ext.checkpoint_io.merge import merge_adapter
+
+    report = merge_adapter(
+        read_checkpoint(args.pretrained),
+        args.adapter,
+        args.output,
+        output_dtype=args.output_dtype,
+        options=work_options(args),
+    )
+    print(report.format())
+    print(f"wrote {args.output}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    from coati_ext.checkpoint_io.checkpoint import read_checkpoint
-    from coati_ext.checkpoint_io.merge import merge_adapter
-    from coati_ext.checkpoint_io.rewrite import WorkOptions
-
-    try:
-        report = merge_adapter(
-            read_checkpoint(args.pretrained),
-            args.adapter,
-            args.output,
-            output_dtype=args.output_dtype,
-            options=WorkOptions(device=args.device, num_workers=args.workers, overwrite=args.overwrite),
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"merge_adapter: {error}", file=sys.stderr)
-        return 1
-    print(report.format())
-    print(f"wrote {args.output}")
-    return 0
+    return run_tool("merge_adapter", lambda: merge(args))
 
 
 if __name__ == "__main__":

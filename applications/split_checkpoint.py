@@ -11,6 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from coati_ext.checkpoint_io.command import add_work_flags, run_tool
+
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -19,34 +21,30 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--join", type=Path, metavar="DIR", help="the parts to join; never written to")
     parser.add_argument("--layout", type=Path, metavar="FILE", help="YAML; needed with --pretrained")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one a CPU core, at most 16)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output directory if it exists")
+    add_work_flags(parser, with_device=False)
     args = parser.parse_args(argv)
     if (args.pretrained is None) == (args.layout is not None):
         parser.error("--layout goes with --pretrained: a split needs it, and --join reads it from the parts")
-    if args.workers is not None and args.workers < 1:
-        parser.error(f"--workers {args.workers}: expected 1 or more")
     return args
+
+
+def split(args: argparse.Namespace) -> int:
+    from coati_ext.checkpoint_io.split import join_checkpoint, read_layout, split_checkpoint
+
+    options = {"num_workers": args.workers, "overwrite": args.overwrite}
+    if args.join is not None:
+        nbytes = join_checkpoint(args.join, args.output, **options)
+        print(f"wrote {args.output}: {nbytes / 1e9:.3f} GB of weights")
+        return 0
+    report = split_checkpoint(args.pretrained, args.output, read_layout(args.layout), **options)
+    print(report.format())
+    print(f"wrote {args.output}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-
-    from coati_ext.checkpoint_io.split import join_checkpoint, read_layout, split_checkpoint
-
-    options = {"num_workers": args.workers, "overwrite": args.overwrite}
-    try:
-        if args.join is not None:
-            nbytes = join_checkpoint(args.join, args.output, **options)
-            print(f"wrote {args.output}: {nbytes / 1e9:.3f} GB of weights")
-        else:
-            report = split_checkpoint(args.pretrained, args.output, read_layout(args.layout), **options)
-            print(report.format())
-            print(f"wrote {args.output}")
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"split_checkpoint: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_tool("split_checkpoint", lambda: split(args))
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def checkpoints(work: Path, source: Path | None, size: int, baseline_bytes: int,
     """
     source = source or work / "fp8"
     if not (source / "config.json").is_file():
-        print(f"writing a checkpoint of {size / 1e9:.1f} GB to {source}", flush=True)
-        write_checkpoint(source, size)
+        print(f"writing a checkpoint to {source}, which stays there", flush=True)
+        print(f"it has {write_checkpoint(source, size) / 1e9:.1f} GB", flush=True)
     device = options.devices()[0]
     lines = [
         f"input {_nbytes(source) / 1e9:.1f} GB on {_filesystem(source)}, read once before (page cache)",

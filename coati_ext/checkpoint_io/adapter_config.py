@@ -161,6 +161,8 @@ def read_config(directory: str | Path) -> LoraConfig:
         raise ValueError(f"{file} cannot be read as a PEFT config: {error}") from None
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{file}: peft_type is {config.peft_type}; only LORA is supported")
+    if not isinstance(config.lora_alpha, int | float):
+        raise ValueError(f"{file}: lora_alpha is {config.lora_alpha!r}; expected a number")
     return config
 
 
@@ -179,6 +181,9 @@ def lora_config_from_adapter(directory: str | Path) -> LoraConfig:
     if not shapes:
         raise ValueError(f"{file} holds no tensor")
     tensors = {key: _named(key, file) for key in shapes}
+    for key, shape in shapes.items():
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"{file}: {key} has shape {list(shape)}; expected a matrix")
     ranks = {shapes[key][0] for key, tensor in tensors.items() if tensor.factor == "lora_A"}
     if len(ranks) != 1:
         raise ValueError(f"{file}: one rank for all tensors is supported, found {sorted(ranks)}")

@@ -116,6 +116,8 @@ def convert_adapter(
         notes.append(f"gate_proj and up_proj are stacked as one LoRA of rank {2 * rank} (rank_pattern)")
     kept = {name: getattr(config, name) for name in ("task_type", "revision") if getattr(config, name)}
     _save(output, to, tensors, newer | kept, older | kept, companions=_companions(adapter))
+    if to == "vllm":
+        notes.append("for vLLM, SGLang and transformers 4 alone: PEFT on transformers 5 would drop the experts")
     return ConversionReport(
         adapter=adapter,
         output=output,

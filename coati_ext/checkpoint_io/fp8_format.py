@@ -35,8 +35,9 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """The config of the same model with its weights in bf16."""
     parts = {key: without_quantization(part) if isinstance(part, dict) else part for key, part in config.items()}
     parts.pop("quantization_config", None)
-    if "torch_dtype" in parts or "dtype" in parts:
-        parts.pop("torch_dtype", None)  # the name before transformers 5
+    if "torch_dtype" in parts:
+        parts["torch_dtype"] = parts["dtype"] = "bfloat16"  # torch_dtype: the name before transformers 5
+    elif "dtype" in parts:
         parts["dtype"] = "bfloat16"
     return parts
 
@@ -49,6 +50,8 @@ def block_size(checkpoint: Checkpoint) -> Block:
     """
     file = checkpoint.directory / CONFIG_NAME
     found = quantization_of(checkpoint.config())
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{file}: quantization_config is {found!r}; expected a mapping")
     if found is None:
         raise ValueError(f"{file} has no quantization_config, so nothing says that the model is FP8, or of which block")
     method, block = found.get("quant_method"), found.get("weight_block_size")

@@ -94,9 +94,11 @@ def dequantized(weight: TensorEntry, scale: TensorEntry, block: Block) -> tuple[
 def mtp_tensors(checkpoint: Checkpoint) -> set[str]:
     """Tensors of the layers past `num_hidden_layers` (DeepSeek) or below `mtp` (Qwen)."""
     config = checkpoint.config()
-    num_layers = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
-    if num_layers is None:
-        raise ValueError(f"{checkpoint.directory}: config.json has no num_hidden_layers, which --mtp drop goes by")
+    num_layers = config.get("num_hidden_layers", (config.get("text_config") or {}).get("num_hidden_layers"))
+    if not isinstance(num_layers, int):
+        raise ValueError(
+            f"{checkpoint.directory}: num_hidden_layers in config.json is {num_layers!r}; --mtp drop goes by it"
+        )
 
     def is_mtp(name: str) -> bool:
         layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)

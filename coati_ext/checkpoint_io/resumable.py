@@ -104,7 +104,14 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 def _continued(work: Path, journal: TextIO, identity: dict[str, Any], *, overwrite: bool) -> dict[str, str]:
     """File name -> checksum of what an earlier run finished; begins the journal if there was none."""
     journal.seek(0)
-    lines = list(_whole_lines(journal))
+    try:
+        lines = list(_whole_lines(journal))
+        finished = {line["file"]: line["checksum"] for line in lines[1:]}
+        damaged = any(not isinstance(line, dict) for line in lines) or any(not isinstance(n, str) for n in finished)
+    except (KeyError, TypeError, ValueError):
+        damaged = True
+    if damaged:
+        raise FileExistsError(f"{work / JOURNAL_NAME} is damaged, so {work} cannot be continued; delete it")
     if not lines and any(entry.name != JOURNAL_NAME for entry in work.iterdir()):
         raise FileExistsError(f"{work} is in the way and is not an unfinished run's; move it or choose another output")
     if lines and lines[0] != identity and not overwrite:
@@ -114,7 +121,7 @@ def _continued(work: Path, journal: TextIO, identity: dict[str, Any], *, overwri
             "--overwrite to start anew"
         )
     if lines and lines[0] == identity:
-        return {line["file"]: line["checksum"] for line in lines[1:]}
+        return finished
     for entry in work.iterdir():
         if entry.name != JOURNAL_NAME:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -1,7 +1,6 @@
 """A complete model directory made from another: planned shards, index, config and all else that belongs to it."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +71,6 @@ def rewrite_checkpoint(
             changed meanwhile.
     """
     devices = options.devices()
-    if options.num_workers is not None and options.num_workers < 1:
-        raise ValueError(f"--workers {options.num_workers}: expected 1 or more")
     files = {entry.file for entries in checkpoint.shards.values() for entry in entries}
     files |= {file for file in [checkpoint.directory / CONFIG_NAME] if file.is_file()}
     before = fingerprints(files)
@@ -111,4 +108,5 @@ def write_index(directory: Path, shards: Sequence[OutputShard]) -> None:
 
 def fingerprints(files: Sequence[Path] | set[Path]) -> dict[str, list[int]]:
     """File name -> size in bytes and time of the last change in ns; tells a changed input without reading it."""
-    return {str(file): [status.st_size, status.st_mtime_ns] for file in sorted(files) for status in [os.stat(file)]}
+    found = {str(file.resolve()): file.stat() for file in sorted(files)}
+    return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}

@@ -103,7 +103,7 @@ def _entry(name: str, value: Any, file: Path, data_start: int) -> TensorEntry:
         whole = False
     if not whole:
         raise ValueError(f"{file}: the header's entry for {name} is damaged: {value!r}")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{file}: {name} has the unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     entry = TensorEntry(name=name, file=file, dtype=DTYPES[dtype], shape=shape, start=data_start + begin)
     if end - begin != entry.nbytes:

@@ -27,7 +27,9 @@ from coati_ext.checkpoint_io.resumable import ResumableDirectory
 from coati_ext.checkpoint_io.safetensors_file import TensorEntry, make_header, num_bytes, read_exactly, write_exactly
 from coati_ext.checkpoint_io.workers import Source, Worker, bytes_of, run_tasks
 
-STRIP_ELEMENTS = 16 << 20  # one expert projection of DeepSeek-V3 (2048 x 7168) fits
+# One expert projection of DeepSeek-V3 (2048 x 7168) fits. With its scales a strip of FP8 stays within 16 MiB, the
+# granule of a worker's buffers.
+STRIP_ELEMENTS = (16 << 20) - (64 << 10)
 _SHARDS_AT_ONCE = 2  # writes to one file wait for each other
 _PART = ".part"
 
@@ -240,7 +242,10 @@ class _ShardJob:
             if self._descriptor is None:
                 self._open()
         for (start, _), output in zip(self._ranges[index], outputs, strict=True):
-            write_exactly(self._descriptor, output, start)
+            try:
+                write_exactly(self._descriptor, output, start)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._part)) from error
         self._crcs[index] = [zlib.crc32(output) for output in outputs]
         with self._lock:
             self._num_left -= 1

@@ -178,6 +178,13 @@ def _load_base(pretrained: str | Path, config: Any, dtype: torch.dtype, device: 
         model = AutoModelForCausalLM.from_pretrained(str(pretrained), config=config, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"base model {pretrained} cannot be loaded: {_one_line(error)}") from None
+    except RuntimeError as error:
+        if getattr(config, "quantization_config", None) is None:
+            raise
+        raise ValueError(
+            f"base model {pretrained}: transformers cannot load its quantised weights ({_one_line(error)}); convert it "
+            "with applications/fp8_cast_bf16.py first"
+        ) from None
     return model.to(device).eval()
 
 

@@ -34,7 +34,7 @@ from coati_ext.checkpoint_io.stream import STRIP_ELEMENTS, rows_of, spans
 from coati_ext.checkpoint_io.workers import Source, Worker, bytes_of, run_tasks
 
 SAMPLE_TENSORS = 256
-_CHECK_ELEMENTS = STRIP_ELEMENTS // 8  # float64 copies are eight times as large as FP8
+_CHECK_ELEMENTS = STRIP_ELEMENTS // 16  # float64 copies are eight times as large as FP8
 _HALF_STEP = 2.0**-9  # of bf16, relative to the power of two below the value
 _SMALLEST = 2.0**-133  # the spacing of bf16 subnormals
 _LISTED = 5
@@ -75,7 +75,8 @@ def verify_fp8_to_bf16(
     """Compare `output` with what `source` says it must hold.
 
     Args:
-        amount: "sample" compares a strip of up to SAMPLE_TENSORS tensors, every shape among them.
+        amount: "sample" compares the first and last strip of SAMPLE_TENSORS tensors, and of more if it takes more to
+            have one of every shape and one of every file.
 
     Raises:
         FileNotFoundError, ValueError: one of the two is no readable checkpoint; names the file.
@@ -131,19 +132,21 @@ def _wrong_structure(source: Checkpoint, made: Checkpoint, *, mtp: Mtp) -> list[
     if quantization_of(made.config()) is not None:
         problems.append("config.json still has a quantization_config")
     if made.has_index:
-        total = read_json(made.directory / INDEX_NAME).get("metadata", {}).get("total_size")
+        total = (read_json(made.directory / INDEX_NAME).get("metadata") or {}).get("total_size")
         if total != made.nbytes:
             problems.append(f"{INDEX_NAME} says total_size {total}, the tensors have {made.nbytes} bytes")
     return problems
 
 
 def _sample(entries: list[TensorEntry], seed: int) -> list[str]:
-    """Names: one of every dtype and shape, then others at random."""
+    """Names: one of every dtype and shape and one of every file, then others at random."""
     generator = random.Random(seed)
     shuffled = generator.sample(entries, len(entries))
-    one_of_each = {(entry.dtype, entry.shape): entry.name for entry in shuffled}
-    others = [entry.name for entry in shuffled if entry.name not in set(one_of_each.values())]
-    return [*one_of_each.values(), *others[: max(SAMPLE_TENSORS - len(one_of_each), 0)]]
+    of_shapes = {(entry.dtype, entry.shape): entry.name for entry in shuffled}
+    of_files = {entry.file: entry.name for entry in shuffled}
+    chosen = {*of_shapes.values(), *of_files.values()}
+    others = [entry.name for entry in shuffled if entry.name not in chosen]
+    return [*sorted(chosen), *others[: max(SAMPLE_TENSORS - len(chosen), 0)]]
 
 
 Record = Callable[[str, tuple[float, int], str], None]

@@ -7,7 +7,7 @@ Memory is that of one task's buffers for each worker, on the host (page-locked w
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -122,20 +122,21 @@ def default_num_workers() -> int:
 
 
 def run_tasks(
-    tasks: Iterator[Callable[[Worker], Result]],
+    tasks: Iterable[Callable[[Worker], Result]],
     *,
     devices: Sequence[torch.device],
     num_workers: int | None = None,
     on_done: Callable[[Result], Any] = lambda result: None,
 ) -> None:
-    """Run the tasks in their order on `num_workers` threads, spread over the devices.
+    """Run the tasks in their order on `num_workers` threads, no more than tasks, spread over the devices.
 
     Args:
         on_done: called with each task's result, one call at a time, in the order they end.
 
     Raises: what a task raises; no further task is begun then, and those in work are waited for.
     """
-    num_workers = num_workers or default_num_workers()
+    tasks = list(tasks)
+    num_workers = max(min(num_workers or default_num_workers(), len(tasks)), 1)
     local, lock = threading.local(), threading.Lock()
     devices_left = iter([devices[i % len(devices)] for i in range(num_workers)])
 

@@ -145,6 +145,15 @@ def test_a_journal_cut_short_loses_its_last_line_only(checkpoint, small_strips, 
     check_output(checkpoint, tmp_path / "out")
 
 
+@pytest.mark.parametrize("line", ["[1]", "7", '{"file": 1}', "\\x00", "{"])
+def test_a_damaged_journal_is_named(checkpoint, small_strips, tmp_path, line):
+    work = interrupted(checkpoint, tmp_path / "out")
+    with (work / JOURNAL_NAME).open("a") as journal:
+        journal.write(line + "\n")
+    with pytest.raises(FileExistsError, match=r"journal\.jsonl is damaged"):
+        Doubled(checkpoint).run(tmp_path / "out")
+
+
 def test_another_conversion_is_not_continued(checkpoint, small_strips, tmp_path):
     work = interrupted(checkpoint, tmp_path / "out")
     with pytest.raises(FileExistsError, match="left by a run with another tool"):

@@ -47,3 +47,14 @@ class ConversationCollator:
         if not samples:
             attention_mask_BS[0, 0] = 1
         return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
+
+
+def split_rows(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """The batch as batches of at most `size` rows.
+
+    Example:
+        >>> [part["x"].tolist() for part in split_rows({"x": torch.tensor([[1], [2], [3]])}, 2)]
+        [[[1], [2]], [[3]]]
+    """
+    num_rows = len(next(iter(batch.values())))
+    return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, num_rows, size)]

@@ -26,11 +26,9 @@ def finetune(config: FinetuneConfig) -> None:
     from transformers import AutoTokenizer
 
     from coati_ext.checkpoint_io.adapter import frozen_router_hash
-    from coati_ext.checkpoint_io.base_model import load_base_model
     from coati_ext.plugin import build_plugin
     from coati_ext.trainer import setup
     from coati_ext.trainer.sft import SFTTrainer
-    from coati_ext.utils.launch import is_rank_0, print_rank_0
 
     launch(seed=config.train.seed)
     setup.prepare_run(config)
@@ -39,20 +37,13 @@ def finetune(config: FinetuneConfig) -> None:
 
     plugin = build_plugin(config.parallel, config.train)
     booster = Booster(plugin=plugin)
-    model = load_base_model(
-        config.pretrained,
-        plugin.precision,
-        use_flash_attn=config.train.use_flash_attn,
-        use_grad_checkpoint=config.train.use_grad_checkpoint,
-        show_progress=is_rank_0(),
-    )
-    model = booster.enable_lora(model, lora_config=setup.lora_config(config.lora, config.pretrained))
-    print_rank_0(model.lora_report.format())
+    part = setup.build_model(config, plugin)
+    setup.add_lora(config, booster, part)
 
     dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
-    optimizer, lr_scheduler = setup.make_optimizer(config.train, model, len(dataloader))
-    model, optimizer, *_ = booster.boost(model, optimizer, lr_scheduler=lr_scheduler)
-    router_before = frozen_router_hash(model)
+    optimizer, lr_scheduler = setup.make_optimizer(config.train, part, len(dataloader))
+    model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
+    router_before = frozen_router_hash(part)
     trainer = SFTTrainer(
         booster=booster,
         model=model,
@@ -60,12 +51,16 @@ def finetune(config: FinetuneConfig) -> None:
         lr_scheduler=lr_scheduler,
         dataloader=dataloader,
         dp_group=plugin.dp_group,
+        pp_group=plugin.pp_group if config.parallel.pp > 1 else None,
+        microbatch_size=config.parallel.microbatch_size,
         num_epochs=config.train.num_epochs,
         accumulation_steps=config.train.accumulation_steps,
         max_steps=config.train.max_steps,
+        skip_nonfinite=config.train.skip_nonfinite,
+        save_dir=config.output.save_dir,
     )
     summary = setup.fit(config, trainer)
-    setup.check_router(router_before, frozen_router_hash(model))
+    setup.check_router(router_before, frozen_router_hash(part))
     setup.save(config, booster, model, tokenizer, summary)
 
 

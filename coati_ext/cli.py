@@ -115,7 +115,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: Any
     if kind is bool:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
     elif item.metadata["many"]:
-        group.add_argument(*names, nargs="+", metavar="TARGET", help=text)
+        many = item.metadata["many"]
+        group.add_argument(*names, nargs="+", type=many, metavar="TARGET" if many is str else "N", help=text)
     else:
         choices = item.metadata["choices"]
         metavar = None if choices else kind.__name__.upper()
@@ -128,17 +129,27 @@ def _plain_type(hint: Any) -> type:
     return typing.get_origin(hint) or hint
 
 
+def _item_type(hint: Any) -> type:
+    """str of `list[str]` or `list[str] | None`."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next(typing.get_args(part)[0] for part in parts if typing.get_origin(part) is list)
+
+
 def _checked(name: str, value: Any, hint: Any) -> Any:
     if value is None and isinstance(hint, types.UnionType):
         return None
     kind = _plain_type(hint)
     if kind is list and isinstance(value, str):
-        return value.split()
+        value = value.split()
+    if kind is list and isinstance(value, list):
+        return [_checked(name, part, _item_type(hint)) for part in value]
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 3e-4 as a string
         except ValueError:
             pass
+    if kind is int and isinstance(value, str) and value.lstrip("-").isdigit():
+        return int(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"--{name}: expected {kind.__name__}, got {value!r}")
     return value

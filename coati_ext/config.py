@@ -13,8 +13,14 @@ SP_MODES = ("split_gather", "ring", "all_to_all")
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
-def arg(default: Any, help: str, *, short: str | None = None, choices: tuple | None = None, many: bool = False) -> Any:
-    """A dataclass field that is also a flag; `dataclasses.MISSING` as the default makes it required."""
+def arg(
+    default: Any, help: str, *, short: str | None = None, choices: tuple | None = None, many: type | None = None
+) -> Any:
+    """A dataclass field that is also a flag; `dataclasses.MISSING` as the default makes it required.
+
+    Args:
+        many: the type of the values of a flag that takes several.
+    """
     metadata = {"help": help, "short": short, "choices": choices, "many": many}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -27,6 +33,9 @@ class DataConfig:
 
     dataset: str = arg(dataclasses.MISSING, "JSONL of conversations to train on", short="-d")
     max_length: int = arg(8192, "cut samples to this many tokens")
+    packing: bool = arg(
+        False, "put the samples of a micro-batch end to end in rows of --max_length tokens at most: less padding"
+    )
     skip_bad_lines: bool = arg(False, "count broken lines and go on instead of stopping at the first")
 
     def __post_init__(self) -> None:
@@ -44,9 +53,10 @@ class LoraSettings:
         "what to adapt: mlp (gate, up, down of routed experts, shared experts and dense MLPs), experts, "
         "shared_experts, dense_mlp, attention, all, a projection's name, a path's end, or a regular expression for "
         "whole paths",
-        many=True,
+        many=str,
     )
     lora_dropout: float = arg(0.0, "dropout before lora_A")
+    init_adapter: str | None = arg(None, "start from this PEFT adapter, ours or another tool's per-expert one")
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "lora_rank")
@@ -61,16 +71,25 @@ class LoraSettings:
 class ParallelConfig:
     """How the model is spread over the processes."""
 
-    plugin: str = arg("zero2", "how to parallelise", short="-p", choices=PLUGINS)
+    plugin: str = arg(
+        "zero2",
+        "how to parallelise: moe and 3d take all the sizes below; zero2, zero2_cpu (states in host memory) and ddp are "
+        "data parallel; gemini and gemini_auto are for full fine-tuning on GPUs",
+        short="-p",
+        choices=PLUGINS,
+    )
     tp: int = arg(1, "tensor parallel size")
     pp: int = arg(1, "pipeline stages")
     sp: int = arg(1, "sequence parallel size")
     ep: int = arg(1, "expert parallel size: ranks that share the experts of a layer")
-    zero_stage: int = arg(1, "ZeRO stage", choices=(0, 1, 2))
+    zero_stage: int = arg(1, "ZeRO stage of moe and 3d", choices=(0, 1, 2))
     sp_mode: str = arg("split_gather", "sequence parallel mode", choices=SP_MODES)
     enable_sequence_parallelism: bool = arg(False, "switch sequence parallelism on")
     zero_cpu_offload: bool = arg(False, "keep the optimizer's fp32 parameters and states in host memory")
-    microbatch_size: int = arg(1, "samples of a micro-batch in the pipeline")
+    microbatch_size: int = arg(1, "rows of a micro-batch in the pipeline")
+    num_layers_per_stage: list[int] | None = arg(
+        None, "decoder layers of each pipeline stage (default: as even as can be)", many=int
+    )
 
     def __post_init__(self) -> None:
         _one_of(self, "plugin", PLUGINS)
@@ -78,21 +97,24 @@ class ParallelConfig:
         _one_of(self, "zero_stage", (0, 1, 2))
         for name in ("tp", "pp", "sp", "ep", "microbatch_size"):
             _at_least(self, 1, name)
-        self._refuse_unbuilt()
-
-    def _refuse_unbuilt(self) -> None:
-        if self.plugin != "moe":
-            raise ValueError(f"--plugin {self.plugin} is not built yet; use --plugin moe (with --ep 1 on one GPU)")
-        for name in ("tp", "pp", "sp"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is not built yet with --plugin moe; use --{name} 1")
-        if self.enable_sequence_parallelism:
-            raise ValueError("--enable_sequence_parallelism is not built yet with --plugin moe")
-        if self.zero_stage != 1:
+        if self.plugin.startswith("gemini"):
+            raise ValueError(f"--plugin {self.plugin} is not built yet; use --plugin zero2_cpu")
+        for name in ("tp", "pp", "sp", "ep"):
+            if self.plugin not in ("moe", "3d") and getattr(self, name) > 1:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} needs --plugin moe or 3d; {self.plugin} is data parallel only"
+                )
+        if self.zero_stage == 2 and self.pp > 1:
             raise ValueError(
-                f"--zero_stage {self.zero_stage}: only 1 is right for MoE. 0 reduces over one group where experts need "
-                "two; 2 hangs when an expert gets no token."
+                f"--zero_stage 2 with --pp {self.pp} would reduce at every micro-batch; use --zero_stage 1"
             )
+        if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != self.pp:
+            raise ValueError(f"--num_layers_per_stage takes --pp {self.pp} numbers, got {self.num_layers_per_stage}")
+        for name in ("tp", "sp"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"--{name} {getattr(self, name)} is not built yet; use --{name} 1")
+        if self.enable_sequence_parallelism:
+            raise ValueError("--enable_sequence_parallelism is not built yet")
 
 
 @dataclass(kw_only=True)
@@ -110,6 +132,7 @@ class TrainConfig:
     mixed_precision: str | None = arg(None, "default: bf16 on accelerators, fp32 on CPUs", choices=PRECISIONS)
     use_grad_checkpoint: bool = arg(False, "recompute activations in the backward pass", short="-g")
     use_flash_attn: bool = arg(False, "use the flash-attn package instead of PyTorch's SDPA", short="-f")
+    skip_nonfinite: bool = arg(False, "leave out and count steps whose loss or gradient is not finite")
     seed: int = arg(42, "seed of the adapter's start values, of dropout and of the data order")
 
     def __post_init__(self) -> None:
@@ -133,6 +156,13 @@ class OutputConfig:
     save_dir: str = arg("checkpoint_dir", "directory of the run; the adapter goes to its folder lora")
     tensorboard_dir: str | None = arg(None, "TensorBoard logs (default: tensorboard in --save_dir)")
     config_file: str = arg("training_config.json", "where to save the resolved config; a bare name goes to --save_dir")
+    save_interval: int = arg(0, "save the state of the training every so many steps; 0: only when asked to stop")
+    keep_last: int = arg(2, "how many such states to keep")
+    resume: str | None = arg(None, "go on from a state: its directory, or latest for the newest in --save_dir, if any")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "save_interval")
+        _at_least(self, 1, "keep_last")
 
 
 @dataclass(kw_only=True)
@@ -147,7 +177,7 @@ class FinetuneConfig:
     output: OutputConfig
 
     def __post_init__(self) -> None:
-        if self.lora.lora_rank == 0:
+        if self.lora.lora_rank == 0 and self.lora.init_adapter is None:
             raise ValueError("--lora_rank 0 is full fine-tuning, which is not built yet; give a rank such as 8")
 
 

@@ -80,13 +80,20 @@ def starve(model: nn.Module, num_used: int | None) -> None:
 
 
 def reference(
-    family: str, targets: list[str], *, num_used: int | None, steps: int = 1, lr: float = 0.0, clip: float = 0.0
+    family: str,
+    targets: list[str],
+    *,
+    num_used: int | None,
+    steps: int = 1,
+    lr: float = 0.0,
+    clip: float = 0.0,
+    model_kwargs: dict | None = None,
 ):
     """(losses, gradient norms, gradients of the last step) of plain SGD on one process."""
     from coati_ext.models.lora import inject_lora
     from coati_ext.models.loss import GPTLMLoss
 
-    model = tiny_model(family)
+    model = tiny_model(family, **(model_kwargs or {}))
     inject_lora(model, lora_config(targets), seed=0)
     randomise_lora_B(model)
     starve(model, num_used)
@@ -119,6 +126,11 @@ def run_layout(
     clip: float = 0.0,
     checkpointing: bool = False,
     precision: str = "fp32",
+    pp: int = 1,
+    zero_stage: int = 1,
+    num_layers_per_stage: list[int] | None = None,
+    microbatch_size: int = 1,
+    model_kwargs: dict | None = None,
 ):
     """The same through MoeLoraPlugin, Booster and SFTTrainer on this rank of the pool."""
     from coati_ext import compat
@@ -126,16 +138,25 @@ def run_layout(
     compat.apply()  # before Booster is imported
     from colossalai.booster import Booster
 
+    from coati_ext.models.recompute import enable_recompute
     from coati_ext.plugin import MoeLoraPlugin
     from coati_ext.trainer.sft import SFTTrainer
 
-    plugin = MoeLoraPlugin(ep_size=ep, precision=precision, max_norm=clip)
+    plugin = MoeLoraPlugin(
+        ep_size=ep,
+        pp_size=pp,
+        precision=precision,
+        max_norm=clip,
+        zero_stage=zero_stage,
+        num_layers_per_stage=num_layers_per_stage,
+    )
     booster = Booster(plugin=plugin)
-    model = booster.enable_lora(tiny_model(family), lora_config=lora_config(targets))
+    whole = tiny_model(family, **(model_kwargs or {}))
+    model = booster.enable_lora(whole, lora_config=lora_config(targets))
     randomise_lora_B(model)
     starve(model, num_used)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_recompute(model)
         model.train()
     inner = model
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr or 1e-12)
@@ -148,6 +169,8 @@ def run_layout(
         lr_scheduler=schedule,
         dataloader=[],
         dp_group=plugin.dp_group,
+        pp_group=plugin.pp_group if pp > 1 else None,
+        microbatch_size=microbatch_size,
         accumulation_steps=accumulation_steps,
     )
     dp_rank, dp_size = dist.get_rank(plugin.dp_group), dist.get_world_size(plugin.dp_group)
@@ -157,7 +180,7 @@ def run_layout(
     upstream_step = optimizer.step
 
     def recording_step() -> None:
-        grads.update(_whole_gradients(inner, optimizer))
+        grads.update(_whole_gradients(inner, optimizer, plugin.pp_group))
         upstream_step()
 
     optimizer.step = recording_step
@@ -168,16 +191,20 @@ def run_layout(
     return losses, norms, grads
 
 
-def _whole_gradients(model: nn.Module, optimizer) -> dict[str, torch.Tensor]:
-    """Reduced gradients by parameter name; experts' put together over the EP group."""
+def _whole_gradients(model: nn.Module, optimizer, pp_group) -> dict[str, torch.Tensor]:
+    """Reduced gradients by parameter name; experts' put together over the EP group, layers over the pipeline."""
     whole = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         grad = optimizer.get_param_grad(parameter)
+        if grad is None and name == "no_adapter_on_this_stage":
+            continue
         if hasattr(parameter, "ep_group"):
             parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(parameter.ep_group))]
             dist.all_gather(parts, grad.contiguous(), group=parameter.ep_group)
             grad = torch.cat(parts)
         whole[name] = grad.float().cpu()
-    return whole
+    stages = [None] * dist.get_world_size(pp_group)
+    dist.all_gather_object(stages, whole, group=pp_group)
+    return {name: grad for stage in stages for name, grad in stage.items()}

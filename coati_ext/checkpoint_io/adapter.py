@@ -34,11 +34,13 @@ from coati_ext.checkpoint_io.adapter_directory import replace_directory, write_j
 from coati_ext.checkpoint_io.model_card import model_card, package_versions
 from coati_ext.checkpoint_io.names import FACTORS, LoraTensor, to_disk
 from coati_ext.models.lora import ADAPTER_NAME
-from coati_ext.models.targets import routers
+from coati_ext.models.targets import structure_of
 from coati_ext.moe.experts import MoeExperts
+from coati_ext.utils.collective import raise_everywhere
 
 __all__ = ["adapter_state_dict", "frozen_router_hash", "load_adapter", "lora_config_from_adapter", "save_adapter"]
 
+_CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")  # in some families beside the router, not in it
 TRANSFORMERS4_DIR = "transformers4"
 
 
@@ -95,14 +97,13 @@ def save_adapter(
     try:
         _require_lora(model)
         stacks = _gather_experts(model)
-        modules, parameters = _stock_names(model)
         if stacks is not None and pp_group is not None:
-            stacks, modules, parameters = _gather_stages(stacks, modules, parameters, pp_group)
+            stacks = _gather_stages(stacks, pp_group)
         if is_writer:
             if stacks is None:
                 raise ValueError("save_adapter: is_writer is set on a rank that is not EP rank 0")
             tensors = _state_dict(stacks, model.config.model_type, dtype)
-            configs = _configs(model, stacks, modules, parameters, base_model_name_or_path)
+            configs = _configs(model, stacks, base_model_name_or_path)
             with replace_directory(Path(directory)) as new:
                 write_files(new, tensors, configs)
                 (new / "README.md").write_text(model_card(model, base_model_name_or_path, tensors, card or {}))
@@ -113,26 +114,12 @@ def save_adapter(
             raise
         error = raised
     if group is not None:
-        _raise_everywhere(error, group)
+        raise_everywhere(error, group)
 
 
 def _require_lora(model: nn.Module) -> None:
     if getattr(model, "lora_report", None) is None:
         raise ValueError(f"{type(model).__name__} has no LoRA to save or load: call inject_lora (enable_lora) first")
-
-
-def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raise on every rank if one rank has an error; also the barrier after the write."""
-    kind = next((k for k in (ValueError, OSError) if isinstance(error, k)), RuntimeError)
-    mine = None if error is None else (kind.__name__, str(error))
-    found: list[tuple[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(found):
-        if failure is not None:
-            name, text = failure
-            raise {"ValueError": ValueError, "OSError": OSError}.get(name, RuntimeError)(f"rank {rank}: {text}")
 
 
 # --- gather
@@ -170,26 +157,23 @@ def _gather(local: torch.Tensor, ep_group: dist.ProcessGroup | None) -> torch.Te
     return None if parts is None else torch.cat([part.cpu() for part in parts])
 
 
-def _gather_stages(
-    stacks: list[_Stack], modules: set[str], parameters: set[str], pp_group: dist.ProcessGroup
-) -> tuple[list[_Stack], set[str], set[str]]:
-    """Every stage's tensors and names, on pipeline stage 0; the other stages get their own back."""
+def _gather_stages(stacks: list[_Stack], pp_group: dist.ProcessGroup) -> list[_Stack]:
+    """Every stage's tensors, on pipeline stage 0; the other stages get their own back."""
     size, stage = dist.get_world_size(pp_group), dist.get_rank(pp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(pp_group) == "nccl" else "cpu"
-    listing = ([(s.name, s.tensor.shape, s.tensor.dtype) for s in stacks], modules, parameters)
     listings: list = [None] * size
-    dist.all_gather_object(listings, listing, group=pp_group)
+    dist.all_gather_object(listings, [(s.name, s.tensor.shape, s.tensor.dtype) for s in stacks], group=pp_group)
     if stage != 0:
         for stack in stacks:
             dist.send(stack.tensor.to(device).contiguous(), group=pp_group, group_dst=0)
-        return stacks, modules, parameters
+        return stacks
     gathered = list(stacks)
     for source in range(1, size):
-        for name, shape, dtype in listings[source][0]:
+        for name, shape, dtype in listings[source]:
             received = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(received, group=pp_group, group_src=source)
             gathered.append(_Stack(name=name, tensor=received.cpu()))
-    return gathered, set().union(*(m for _, m, _ in listings)), set().union(*(p for *_, p in listings))
+    return gathered
 
 
 # --- write
@@ -228,23 +212,8 @@ def _padding(stacks: list[_Stack]) -> Iterator[_Stack]:
             )
 
 
-def _stock_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Names of modules and of parameters as transformers builds the model, without what inject_lora put in."""
-    modules, parameters, inside = set(), set(), ()
-    for path, module in model.named_modules():
-        if not path or path.startswith(inside):
-            continue
-        modules.add(path)
-        if isinstance(module, MoeExperts | LoraLinear):
-            inside = (*inside, f"{path}.")
-        weights = module.base_layer if isinstance(module, LoraLinear) else module
-        parameters |= {f"{path}.{name}" for name, _ in weights.named_parameters(recurse=False)}
-    return modules, parameters
-
-
-def _configs(
-    model: nn.Module, stacks: list[_Stack], modules: set[str], parameters: set[str], base: str | None
-) -> tuple[dict, dict]:
+def _configs(model: nn.Module, stacks: list[_Stack], base: str | None) -> tuple[dict, dict]:
+    structure = structure_of(model)
     names = [stack.name for stack in [*stacks, *_padding(stacks)]]
     common = {
         "model_type": model.config.model_type,
@@ -252,7 +221,7 @@ def _configs(
         "scaling": model.lora_report.scaling,
         "base_model_name_or_path": base,
     }
-    newer = config_transformers5(names, modules=modules, parameters=parameters, **common)
+    newer = config_transformers5(names, modules=structure.modules, parameters=structure.parameters, **common)
     return newer, config_transformers4(names, **common)
 
 
@@ -343,14 +312,14 @@ def _destinations(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], dic
 
 
 def frozen_router_hash(model: nn.Module) -> str:
-    """sha256 over the router weights and `e_score_correction_bias` that this process has.
+    """sha256 over the router weights and correction biases that this process has.
 
     Equal before and after training when the router stayed frozen. Comparable between ranks of one pipeline stage only.
     """
-    prefixes = tuple(f"{path}." for path in routers(model))
+    prefixes = tuple(f"{path}." for path in structure_of(model).routers)
     digest = hashlib.sha256()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
-        if (prefixes and name.startswith(prefixes)) or name.endswith("e_score_correction_bias"):
+        if (prefixes and name.startswith(prefixes)) or name.endswith(_CORRECTION_BIASES):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

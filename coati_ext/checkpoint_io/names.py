@@ -77,7 +77,8 @@ def expert_names(model_type: str) -> ExpertNames:
     """
     names = EXPERT_NAMES.get(conversion_pattern(model_type))
     if names is None:
-        known = sorted(t for t, pattern in _MODEL_TO_CONVERSION_PATTERN.items() if pattern in EXPERT_NAMES)
+        converted = {t for t, pattern in _MODEL_TO_CONVERSION_PATTERN.items() if pattern in EXPERT_NAMES}
+        known = sorted(converted | EXPERT_NAMES.keys())  # qwen2_moe stands for a pattern and has no row of its own
         raise ValueError(
             f"model_type {model_type!r}: an adapter with routed experts cannot be exported, because the installed PEFT "
             f"has no conversion for this family and would drop the experts' tensors. Accepted: {known}."

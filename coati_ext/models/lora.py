@@ -19,8 +19,9 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
-from coati_ext.models.targets import KINDS, Candidate, candidates, resolve_targets, routers
-from coati_ext.moe.experts import MoeExperts, is_experts_module
+from coati_ext.models.shard import shard_decoder
+from coati_ext.models.targets import KINDS, Candidate, resolve_targets, structure_of
+from coati_ext.moe.experts import MoeExperts
 
 ADAPTER_NAME = "default"
 
@@ -84,7 +85,7 @@ def inject_lora(
     Works in place; `model.lora_config` and `model.lora_report` tell afterwards what was done.
 
     Args:
-        model: a transformers 5 decoder with its weights loaded, not yet wrapped by anything.
+        model: a transformers 5 decoder with its weights loaded, not yet wrapped by anything; sharded or whole.
         config: PEFT's; `target_modules` may hold the named sets of `targets.NAMED_SETS` and defaults to "mlp".
         seed: the same on every rank.
 
@@ -94,35 +95,27 @@ def inject_lora(
     refuse_unsupported(config)
     if getattr(model, "lora_config", None) is not None:
         raise ValueError("LoRA is enabled on this model already")
-    ep_size = dist.get_world_size(ep_group) if ep_group is not None else 1
-    experts = {path: module for path, module in model.named_modules() if is_experts_module(module)}
-    if ep_size > 1 and not experts:
-        raise ValueError(
-            f"ep_size={ep_size}, but {type(model).__name__} is dense: it has no routed experts to spread. Use --ep 1."
-        )
-    num_total = sum(p.numel() for p in model.parameters())
-    num_routers = len(routers(model))
-    pool = candidates(model)
+    shard_decoder(model, ep_group=ep_group)
+    structure = structure_of(model)
     targets = resolve_targets(model, config.target_modules, config.exclude_modules)
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
     model.requires_grad_(False)
-    for path, module in experts.items():
-        model.set_submodule(path, MoeExperts(module, ep_group=ep_group, name=path))
-    for path in experts:
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoeExperts)}
+    for path, module in layers.items():
         wanted = [t.projection for t in targets if t.module_path == path and t.projection is not None]
-        _adapt_experts(model.get_submodule(path), path, wanted, config, scaling, seed)
+        _adapt_experts(module, path, wanted, config, scaling, seed)
+    here = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in targets:
-        if target.projection is None:
+        if target.projection is None and target.path in here:
             _adapt_linear(model, target.path, config, seed)
 
-    layers = [module for module in model.modules() if isinstance(module, MoeExperts)]
     report = LoraReport(
-        rows=_preflight(model, pool, targets),
-        num_experts=max((layer.num_experts for layer in layers), default=0),
-        num_local_experts=max((layer.num_local_experts for layer in layers), default=0),
-        num_routers=num_routers,
-        num_total=num_total,
+        rows=_preflight(structure.candidates, targets, config.r),
+        num_experts=structure.num_experts,
+        num_local_experts=structure.num_experts // (dist.get_world_size(ep_group) if ep_group is not None else 1),
+        num_routers=len(structure.routers),
+        num_total=structure.num_parameters,
         rank=config.r,
         scaling=scaling,
     )
@@ -168,29 +161,21 @@ def _init_lora_A(weight_rI: torch.Tensor, seed: int, name: str) -> None:
     weight_rI.copy_(torch.empty(weight_rI.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
 
 
-def _preflight(model: nn.Module, pool: list[Candidate], targets: list[Candidate]) -> list[PreflightRow]:
+def _preflight(pool: tuple[Candidate, ...], targets: list[Candidate], rank: int) -> list[PreflightRow]:
     rows = []
     for kind in KINDS:
         mine = [t for t in targets if t.kind == kind]
-        modules = {t.module_path: model.get_submodule(t.module_path) for t in mine}
         names = dict.fromkeys(t.path.rpartition(".")[2] for t in mine)
         rows.append(
             PreflightRow(
                 kind=kind,
                 projections=tuple(names),
                 num_in_model=len({c.module_path for c in pool if c.kind == kind}),
-                num_modules=len(modules),
-                num_trainable=sum(_num_trainable(module) for module in modules.values()),
+                num_modules=len({t.module_path for t in mine}),
+                num_trainable=sum(rank * (t.in_features + t.out_features) * t.num_matrices for t in mine),
             )
         )
     return rows
-
-
-def _num_trainable(module: nn.Module) -> int:
-    local = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    if isinstance(module, MoeExperts):
-        return local // module.num_local_experts * module.num_experts
-    return local
 
 
 @contextmanager

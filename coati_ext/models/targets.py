@@ -27,6 +27,7 @@ NAMED_SETS: dict[str, tuple[str, ...]] = {
 
 _MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+_UNTRAINED = {*_ROUTER_NAMES, "indexer"}  # sparse attention's indexer ends in top-k indices: it has no gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,41 @@ class Candidate:
     path: str
     kind: str
     module_path: str
+    in_features: int
+    out_features: int
     projection: str | None = None
+    num_matrices: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What the whole model is made of: the same on every rank, whatever part of the model it holds."""
+
+    class_name: str
+    candidates: tuple[Candidate, ...]
+    routers: tuple[str, ...]
+    num_experts: int
+    num_parameters: int
+    modules: frozenset[str]
+    parameters: frozenset[str]
+    """Names as transformers builds the model."""
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Taken at the first call, which must come before the model is sharded or given LoRA, and kept with the model."""
+    known = getattr(model, "structure", None)
+    if known is None:
+        pool = candidates(model)
+        known = model.structure = Structure(
+            class_name=type(model).__name__,
+            candidates=tuple(pool),
+            routers=tuple(routers(model)),
+            num_experts=max((c.num_matrices for c in pool if c.projection is not None), default=0),
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            modules=frozenset(name for name, _ in model.named_modules() if name),
+            parameters=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        )
+    return known
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
@@ -44,21 +79,37 @@ def candidates(model: nn.Module) -> list[Candidate]:
     found = []
     for path, module in model.named_modules():
         if is_experts_module(module):
-            names = PROJECTIONS if hasattr(module, "gate_up_proj") else ("up_proj", "down_proj")
-            found += [
-                Candidate(path=f"{path}.{name}", kind="routed experts", module_path=path, projection=name)
-                for name in names
-            ]
+            found += _of_experts(path, module)
         elif isinstance(module, nn.Linear) and (kind := _kind_of_linear(path)) is not None:
-            found.append(Candidate(path=path, kind=kind, module_path=path))
+            widths = {"in_features": module.in_features, "out_features": module.out_features}
+            found.append(Candidate(path=path, kind=kind, module_path=path, **widths))
+    return found
+
+
+def _of_experts(path: str, experts: nn.Module) -> list[Candidate]:
+    num_experts, hidden, intermediate = experts.down_proj.shape
+    found = []
+    for name in PROJECTIONS if hasattr(experts, "gate_up_proj") else ("up_proj", "down_proj"):
+        ends = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
+        found.append(
+            Candidate(
+                path=f"{path}.{name}",
+                kind="routed experts",
+                module_path=path,
+                in_features=ends[0],
+                out_features=ends[1],
+                projection=name,
+                num_matrices=num_experts,
+            )
+        )
     return found
 
 
 def _kind_of_linear(path: str) -> str | None:
     *parents, leaf = path.split(".")
-    if not any(part.isdigit() for part in parents) or leaf in _ROUTER_NAMES:
-        return None  # outside the decoder layers, or a router
-    if any(part.startswith("shared_expert") for part in parents):
+    if not any(part.isdigit() for part in parents) or _UNTRAINED.intersection((*parents, leaf)):
+        return None  # outside the decoder layers, in a router, or out of every gradient's way
+    if any(part.startswith("shared_expert") or part == "shared_mlp" for part in parents):
         return "shared experts"
     if any("attn" in part or "attention" in part for part in parents):
         return "attention"
@@ -85,22 +136,23 @@ def resolve_targets(
     Raises:
         ValueError: an entry matches nothing, names the router, or asks for half of the routed experts' gate_up pair.
     """
-    pool = candidates(model)
+    structure = structure_of(model)
     if targets is None:
         targets = ["mlp"]
     chosen: set[str] = set()
     for entry in [targets] if isinstance(targets, str) else sorted(targets):
-        chosen |= _match(entry, pool, model)
+        chosen |= _match(entry, structure)
     for entry in [exclude] if isinstance(exclude, str) else sorted(exclude or ()):
-        chosen -= _match(entry, pool, model)
-    resolved = [candidate for candidate in pool if candidate.path in chosen]
+        chosen -= _match(entry, structure)
+    resolved = [candidate for candidate in structure.candidates if candidate.path in chosen]
     if not resolved:
         raise ValueError("lora_targets: nothing is left to adapt after exclude_modules")
     _refuse_half_pairs(resolved)
     return resolved
 
 
-def _match(entry: str, pool: list[Candidate], model: nn.Module) -> set[str]:
+def _match(entry: str, structure: Structure) -> set[str]:
+    pool = structure.candidates
     if entry in NAMED_SETS:
         hits = {candidate.path for candidate in pool if candidate.kind in NAMED_SETS[entry]}
     else:
@@ -108,19 +160,19 @@ def _match(entry: str, pool: list[Candidate], model: nn.Module) -> set[str]:
         hits = {c.path for c in pool if c.path == name or c.path.endswith(f".{name}")} or _match_pattern(entry, pool)
     if hits:
         return hits
-    if any(path == entry or path.endswith(f".{entry}") for path in routers(model)):
+    if any(path == entry or path.endswith(f".{entry}") for path in structure.routers):
         raise ValueError(f"lora_targets: {entry!r} names the router, which stays frozen")
     names = sorted({candidate.path.rpartition(".")[2] for candidate in pool})
     raise ValueError(
-        f"lora_targets: {entry!r} matches nothing in {type(model).__name__}. Accepted: a set of {sorted(NAMED_SETS)}, "
+        f"lora_targets: {entry!r} matches nothing in {structure.class_name}. Accepted: a set of {sorted(NAMED_SETS)}, "
         f"a projection of {names}, a path's end such as 'shared_experts.gate_proj', or a regular expression that "
         f"matches a whole path such as {pool[0].path!r}."
         if pool
-        else f"lora_targets: {type(model).__name__} has no decoder layer with a linear projection"
+        else f"lora_targets: {structure.class_name} has no decoder layer with a linear projection"
     )
 
 
-def _match_pattern(entry: str, pool: list[Candidate]) -> set[str]:
+def _match_pattern(entry: str, pool: tuple[Candidate, ...]) -> set[str]:
     try:
         pattern = re.compile(entry)
     except re.error as error:

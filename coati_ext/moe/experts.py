@@ -36,11 +36,22 @@ def is_experts_module(module: nn.Module) -> bool:
     )
 
 
+def shard_experts(model: nn.Module, ep_group: dist.ProcessGroup | None = None) -> None:
+    """Put `MoeExperts` with this rank's experts in place of every experts module; twice does no harm.
+
+    Raises:
+        ValueError: the layout of the experts is not supported, or EP does not divide them.
+    """
+    for path, module in list(model.named_modules()):
+        if is_experts_module(module) and not isinstance(module, MoeExperts):
+            model.set_submodule(path, MoeExperts(module, ep_group=ep_group, name=path))
+
+
 class MoeExperts(nn.Module):
-    """This rank's experts, frozen, with LoRA on any of gate, up and down.
+    """This rank's experts, with LoRA on any of gate, up and down.
 
     Attributes:
-        gate_up_proj, down_proj: frozen, (L, 2I, H) and (L, H, I).
+        gate_up_proj, down_proj: (L, 2I, H) and (L, H, I); frozen under LoRA.
         lora_A, lora_B: `nn.ParameterDict` by projection: gate_proj and up_proj (L, r, H) and (L, I, r), down_proj
             (L, r, I) and (L, H, r). Empty without LoRA.
         num_experts, num_local_experts, first_expert: E, L, and the model-wide number of local expert 0.
@@ -72,9 +83,9 @@ class MoeExperts(nn.Module):
         self.first_expert = ep_rank * self.num_local_experts
         local = slice(self.first_expert, self.first_expert + self.num_local_experts)
         for weight in ("gate_up_proj", "down_proj"):
-            full = getattr(experts, weight).data
-            shard = full if ep_size == 1 else full[local].clone()  # a view would keep the other ranks' experts alive
-            setattr(self, weight, nn.Parameter(shard, requires_grad=False))
+            full = getattr(experts, weight)
+            shard = full.data if ep_size == 1 else full.data[local].clone()  # a view would keep all experts alive
+            setattr(self, weight, nn.Parameter(shard, requires_grad=full.requires_grad))
             delattr(experts, weight)
         self._gate = [
             experts
@@ -106,7 +117,8 @@ class MoeExperts(nn.Module):
     ) -> torch.Tensor:
         """(T, H) hidden, (T, K) chosen experts and their weights -> (T, H), as transformers' experts modules."""
         plan = plan_dispatch(top_k_index, self.num_experts, self.ep_group)
-        self.tokens_per_expert_E += plan.counts_E
+        if torch._C._current_graph_task_id() == -1:  # in a backward pass this is a recomputation, counted already
+            self.tokens_per_expert_E += plan.counts_E
         rows_RH = dispatch(hidden_states, plan, top_k_index.shape[-1], self.ep_group)
         rows_RH = self._experts(rows_RH, plan.offs_L)
         return combine(rows_RH, top_k_weights, plan, self.ep_group)

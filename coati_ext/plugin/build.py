@@ -1,15 +1,27 @@
 """From a config to a plugin: the one place that knows which plugin a `--plugin` means."""
 
+from typing import Any
+
 from coati_ext.config import ParallelConfig, TrainConfig
 from coati_ext.plugin.moe_lora import MoeLoraPlugin
+
+# Of the data-parallel plugins: what colossalai's plugin of that name does, as arguments of ours.
+_DATA_PARALLEL: dict[str, dict[str, Any]] = {
+    "ddp": {"zero_stage": 0},
+    "zero2": {"zero_stage": 2},
+    "zero2_cpu": {"zero_stage": 2, "cpu_offload": True},
+}
 
 
 def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> MoeLoraPlugin:
     """The plugin of a run. `ParallelConfig` has refused every layout that is not built."""
-    return MoeLoraPlugin(
-        ep_size=parallel.ep,
-        zero_stage=parallel.zero_stage,
-        precision=train.mixed_precision,
-        max_norm=train.grad_clip,
-        cpu_offload=parallel.zero_cpu_offload,
-    )
+    settings = _DATA_PARALLEL.get(parallel.plugin)
+    if settings is None:
+        settings = {
+            "ep_size": parallel.ep,
+            "pp_size": parallel.pp,
+            "zero_stage": parallel.zero_stage,
+            "cpu_offload": parallel.zero_cpu_offload,
+            "num_layers_per_stage": parallel.num_layers_per_stage,
+        }
+    return MoeLoraPlugin(precision=train.mixed_precision, max_norm=train.grad_clip, **settings)

@@ -32,4 +32,6 @@ class MoeLoraCheckpointIO(MoECheckpointIO):
             raise ValueError("save_lora_as_pretrained: boost the model first")
         inner = model.unwrap(unwrap_peft=False)
         kwargs.setdefault("base_model_name_or_path", inner.name_or_path or None)
-        save_adapter(inner, checkpoint, is_writer=dist.get_rank() == 0, group=dist.group.WORLD, **kwargs)
+        pp_group = self.pp_group if dist.get_world_size(self.pp_group) > 1 else None
+        is_writer = dist.get_rank() == 0  # the first rank of ColossalAI's mesh: stage 0, EP rank 0
+        save_adapter(inner, checkpoint, is_writer=is_writer, group=dist.group.WORLD, pp_group=pp_group, **kwargs)

@@ -1,4 +1,4 @@
-"""Booster plugin: LoRA on MoE models under expert and data parallelism, through colossalai's own LoRA API.
+"""Booster plugin for transformers 5 decoders: expert, pipeline, data parallelism and ZeRO, with LoRA or full weights.
 
     booster = Booster(plugin=MoeLoraPlugin(ep_size=2))
     model = booster.enable_lora(model, lora_config=LoraConfig(r=8, target_modules=["mlp"]))
@@ -6,8 +6,10 @@
     booster.backward(loss, optimizer)
     booster.save_lora_as_pretrained(model, "adapter")
 
-Data is sharded over all ranks (dp = ep x moe_dp), experts over the ranks of an EP group. The gradient of every
-parameter, expert or not, is the mean over the dp ranks of the gradient of each rank's own loss.
+Data is sharded over `dp_group` (dp = ep x moe_dp), experts over the ranks of an EP group, layers over the stages of a
+pipeline. The gradient of every parameter, expert or not, is the mean over the dp ranks of the gradient of each rank's
+own loss. With `pp_size` > 1 a step is `booster.execute_pipeline(iter([micro_batches]), model, criterion, optimizer)`;
+its loss is the sum over the micro-batches.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin import MoeHybridParallelPlugin
-from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelModule, get_param_info
+from colossalai.booster.plugin.hybrid_parallel_plugin import get_param_info
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from peft import LoraConfig
 from torch import nn
@@ -26,12 +28,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from coati_ext.checkpoint_io.adapter import load_adapter, lora_config_from_adapter
+from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.names import expert_names
 from coati_ext.models.lora import inject_lora
-from coati_ext.moe.experts import MoeExperts, is_experts_module
+from coati_ext.models.shard import shard_decoder
+from coati_ext.models.targets import structure_of
+from coati_ext.moe.experts import MoeExperts
 from coati_ext.plugin.checkpoint import MoeLoraCheckpointIO
+from coati_ext.plugin.module import DecoderModule
 from coati_ext.plugin.policy import DecoderPolicy
-from coati_ext.plugin.zero import MoeLoraZeroOptimizer
+from coati_ext.plugin.schedule import MicroBatchSchedule
+from coati_ext.plugin.zero import DecoderZeroOptimizer
 
 # Accepted because colossalai's scripts pass them; they only choose kernels, which transformers chooses here.
 _KERNEL_SWITCHES = (
@@ -40,19 +47,22 @@ _KERNEL_SWITCHES = (
     "enable_flash_attention",
     "enable_jit_fused",
 )
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class MoeLoraPlugin(MoeHybridParallelPlugin):
-    """`MoeHybridParallelPlugin` for LoRA: same arguments, fewer accepted values, each refused by name.
+    """`MoeHybridParallelPlugin` with the same arguments; what is not right is refused by name.
 
     Args:
-        ep_size: ranks that share the experts of a layer; must divide the world size and the number of experts.
+        pp_size: pipeline stages.
+        ep_size: ranks that share the experts of a layer; must divide the number of experts and of data-parallel ranks.
         precision: "bf16", "fp16" or "fp32"; the default is bf16 on accelerators and fp32 on CPUs.
-        zero_stage: 1 only. Stage 0 reduces through DDP, which knows one group where MoE needs two; stage 2 hangs when
-            an expert gets no token.
+        zero_stage: what the data-parallel ranks share out: 0 nothing, 1 the optimizer's states, 2 gradients as well
+            (not with a pipeline: it would reduce at every micro-batch).
+        num_layers_per_stage: default: as even as can be, see `checkpoint_io.layout.distribute_layers`.
         max_norm: clip the gradient norm to this; 0 does not clip.
         cpu_offload: keep the optimizer's fp32 parameters and states in host memory.
-        kwargs: the other arguments of `MoeHybridParallelPlugin`.
+        kwargs: the other arguments of `MoeHybridParallelPlugin`; those that size micro-batches have no effect.
 
     Raises:
         ValueError: a layout that cannot be run, with the numbers in conflict.
@@ -66,24 +76,43 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         sp_size: int | None = None,
         precision: str | None = None,
         zero_stage: int = 1,
+        num_layers_per_stage: list[int] | None = None,
         **kwargs,
     ):
         _check_layout(tp_size, pp_size, ep_size, sp_size, zero_stage, kwargs)
         if precision is None:
             precision = "fp32" if get_accelerator().name == "cpu" else "bf16"
-        if precision not in ("bf16", "fp16", "fp32"):
+        if precision not in _DTYPES:
             raise ValueError(f"precision must be bf16, fp16 or fp32, got {precision!r}")
+        dp_size = dist.get_world_size() // (tp_size * pp_size)
+        layers = tuple(num_layers_per_stage) if num_layers_per_stage else None
+        self.layout = Layout(ep=ep_size, pp=pp_size, tp=tp_size, dp=dp_size, num_layers_per_stage=layers)
         ignored = [name for name in _KERNEL_SWITCHES if kwargs.pop(name, False)]
-        kwargs.setdefault("custom_policy", DecoderPolicy())
-        super().__init__(
-            tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, precision=precision, zero_stage=zero_stage, **kwargs
-        )
+        kwargs.setdefault("custom_policy", DecoderPolicy(self.shard))
+        kwargs.setdefault("microbatch_size", 1)
+        super().__init__(tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, precision=precision, zero_stage=1, **kwargs)
+        # Upstream turns stage 2 into 1, since its experts get no gradient without a token; these always get one.
+        self.zero_stage = zero_stage
+        self.zero_config["partition_grad"] = zero_stage == 2
         if ignored:
             self.logger.warning(f"MoeLoraPlugin: {ignored} have no effect; transformers picks the kernels", ranks=[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return _DTYPES[self.precision]
+
+    @property
+    def layout_rank(self) -> int:
+        """This process's rank in `layout`, by which it reads its part of a checkpoint."""
+        return dist.get_rank() // self.sp_size
 
     def __del__(self):
         if hasattr(self, "pg_mesh"):  # absent when the constructor refused
             super().__del__()
+
+    def support_no_sync(self) -> bool:
+        return self.zero_stage < 2  # stage 2 keeps no whole gradient between micro-batches
 
     def get_checkpoint_io(self) -> MoeLoraCheckpointIO:
         return MoeLoraCheckpointIO(
@@ -96,6 +125,15 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             self.zero_stage,
         )
 
+    def shard(self, model: nn.Module) -> None:
+        """Keep this rank's part of a whole model, in place; `enable_lora` and `boost` do it where it was not done.
+
+        On the meta device it costs nothing, and `checkpoint_io.load.load_weights` then reads this rank's part alone.
+        """
+        stages = self.layout.layers_per_stage(_num_layers(model)) if self.pp_size > 1 else ()
+        stage = self.layout.coordinates(self.layout_rank).pp
+        shard_decoder(model, ep_group=self.ep_group, layers_per_stage=stages, stage=stage)
+
     def enable_lora(
         self,
         model: nn.Module,
@@ -103,7 +141,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         lora_config: LoraConfig | None = None,
         bnb_quantization_config: object | None = None,
     ) -> nn.Module:
-        """Shard the experts over the EP group and inject LoRA, in place; the model itself is returned.
+        """Shard the model and inject LoRA, in place; the model itself is returned.
 
         Args:
             model: a transformers 5 decoder with its weights loaded, before `boost`.
@@ -116,12 +154,16 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             raise ValueError("enable_lora(quantize=True) is not supported: bitsandbytes cannot hold stacked experts")
         if lora_config is None:
             lora_config = lora_config_from_adapter(pretrained_dir)
-        if any(is_experts_module(module) for module in model.modules()):
+        if structure_of(model).num_experts:
             expert_names(model.config.model_type)  # refuses families whose adapter PEFT would drop, before training
         self.lora_enabled = True
+        self.shard(model)
         inject_lora(model, lora_config, ep_group=self.ep_group, seed=_seed_of_rank_0())
         if pretrained_dir is not None:
-            load_adapter(model, pretrained_dir)
+            load_adapter(model, pretrained_dir, pp_group=self.pp_group if self.pp_size > 1 else None)
+        if not any(p.requires_grad for p in model.parameters()):
+            # An optimizer needs a parameter. This one is in no forward, so it gets no gradient and is never changed.
+            model.register_parameter("no_adapter_on_this_stage", nn.Parameter(torch.zeros(1)))
         return model
 
     def configure(
@@ -133,19 +175,23 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """As upstream's, but ZeRO also runs in fp32 and the optimizer knows the two reduction groups."""
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            for group in optimizer.param_groups:  # ZeRO would cast the frozen ones of a script's model.parameters()
+                group["params"] = [p for p in group["params"] if p.requires_grad]
         param_info = get_param_info(optimizer)
         if not isinstance(model, ModelWrapper):
             model = self._wrap(model)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = MoeLoraZeroOptimizer(
+            optimizer = DecoderZeroOptimizer(
                 optimizer,
                 model,
-                use_pipeline=True,  # keeps only the parameters that this rank holds
                 param_info=param_info,
+                zero_stage=self.zero_stage,
                 dp_process_group=self.mixed_dp_group,
+                moe_dp_group=self.moe_dp_group,
+                alone=self._group_of_one(),
                 tp_process_group=self.tp_group,
                 pp_process_group=self.pp_group,
-                moe_dp_group=self.moe_dp_group,
                 clip_grad_norm=self.max_norm,
                 **self.zero_config,
                 **self.amp_config,
@@ -153,16 +199,15 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             model.update_master_params = MethodType(optimizer.update_master_params, model)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
-    def _wrap(self, model: nn.Module) -> HybridParallelModule:
-        if getattr(model, "lora_config", None) is None:
-            raise ValueError(
-                "MoeLoraPlugin trains LoRA only: call booster.enable_lora(model, lora_config=…) before booster.boost"
-            )
+    def _wrap(self, model: nn.Module) -> DecoderModule:
+        self.shard(model)
         for module in model.modules():
             if isinstance(module, MoeExperts):
                 self._mark_expert_parameters(module)
-        kept = _kept_in_their_precision(model)
-        wrapped = HybridParallelModule(
+        if self.stage_manager is not None:
+            width = model.config.get_text_config().hidden_size
+            self.scheduler = MicroBatchSchedule(self.stage_manager, hidden_size=width, dtype=self.dtype)
+        return DecoderModule(
             module=model,
             precision=self.precision,
             shard_config=self.shard_config,
@@ -173,8 +218,11 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             ddp_config=self.ddp_config,
             custom_policy=self.custom_policy,
         )
-        _restore(model, kept)
-        return wrapped
+
+    def _group_of_one(self) -> dist.ProcessGroup:
+        axes = (self.tp_group, self.sp_group, self.pp_group, self.ep_group, self.moe_dp_group)
+        found = next((group for group in axes if dist.get_world_size(group) == 1), None)
+        return dist.new_subgroups(group_size=1)[0] if found is None else found
 
     def _mark_expert_parameters(self, experts: MoeExperts) -> None:
         """Expert parameters belong to the MoE-DP group, and their gradients must be a mean over all dp ranks.
@@ -189,43 +237,35 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
 
 
 def _check_layout(tp: int, pp: int, ep: int, sp: int | None, zero_stage: int, kwargs: dict) -> None:
-    for name, size in (("tp_size", tp), ("pp_size", pp), ("sp_size", sp or 1)):
+    for name, size in (("tp_size", tp), ("sp_size", sp or 1)):
         if size != 1:
-            raise ValueError(f"MoeLoraPlugin: {name}={size} is not built yet; this release runs ep x dp ({name}=1)")
+            raise ValueError(f"MoeLoraPlugin: {name}={size} is not built yet; this release runs ep, pp, dp ({name}=1)")
     if kwargs.get("enable_sequence_parallelism"):
         raise ValueError("MoeLoraPlugin: enable_sequence_parallelism is not built yet")
     if kwargs.get("use_fp8") or kwargs.get("fp8_communication"):
         raise ValueError("MoeLoraPlugin: use_fp8 and fp8_communication are not supported")
     if kwargs.get("overlap_communication"):
         raise ValueError("MoeLoraPlugin: overlap_communication hangs when an expert gets no token; leave it off")
-    if zero_stage != 1:
+    if kwargs.get("pp_style", "1f1b") != "1f1b":
+        raise ValueError(f"MoeLoraPlugin: pp_style={kwargs['pp_style']!r} is not supported; accepted: '1f1b'")
+    if zero_stage not in (0, 1, 2):
+        raise ValueError(f"MoeLoraPlugin: zero_stage must be 0, 1 or 2, got {zero_stage}")
+    if zero_stage == 2 and pp > 1:
         raise ValueError(
-            f"MoeLoraPlugin: zero_stage={zero_stage}, but only 1 is right for MoE: 0 goes through DDP, which reduces "
-            "over one group only, and 2 hangs when an expert gets no token"
+            f"MoeLoraPlugin: zero_stage=2 with pp_size={pp} would reduce at every micro-batch; use zero_stage=1"
         )
     world_size = dist.get_world_size()
-    if ep < 1 or world_size % ep:
-        raise ValueError(f"MoeLoraPlugin: ep_size={ep} does not divide the world size {world_size}")
+    if min(tp, pp, ep) < 1 or world_size % (tp * pp * ep):
+        raise ValueError(
+            f"MoeLoraPlugin: tp_size={tp} x pp_size={pp} x ep_size={ep} does not divide the world size {world_size}"
+        )
+
+
+def _num_layers(model: nn.Module) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def _seed_of_rank_0() -> int:
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, src=0)
     return seed[0]
-
-
-def _kept_in_their_precision(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the tensors that a cast of the whole model would harm: all floating-point buffers (rotary frequencies,
-    `e_score_correction_bias`: bf16 would change positions and routing) and what the model class keeps in fp32."""
-    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    keep = {name for attribute in attributes for name in getattr(model, attribute, None) or ()}
-    tensors = dict(model.named_buffers())
-    tensors.update({name: p for name, p in model.named_parameters() if keep.intersection(name.split("."))})
-    return {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-def _restore(model: nn.Module, kept: dict[str, torch.Tensor]) -> None:
-    for name, value in kept.items():
-        path, _, leaf = name.rpartition(".")
-        tensor = getattr(model.get_submodule(path), leaf)  # looked up anew: a cast makes new buffers
-        tensor.data = value.to(tensor.device)

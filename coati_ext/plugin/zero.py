@@ -1,51 +1,143 @@
-"""ZeRO-1 over the two gradient groups of a MoE model, with the gradient norm that one process would see.
+"""ZeRO 0, 1 and 2 over the two gradient groups of a MoE model, with the gradient norm that one process would see.
 
 colossalai 0.5.0 adds the norms of the dense and the expert parameters (not their squares) and never sums the experts'
 over the EP group, so that ranks clip the same dense parameters by different factors (zero/low_level/
-low_level_optim.py, `step`). Under fp16 it also reports the norm still multiplied by the loss scale.
+low_level_optim.py, `step`). Under fp16 it also reports the norm still multiplied by the loss scale. Its MoE optimizer
+refuses a rank without experts (booster/plugin/moe_hybrid_parallel_plugin.py), as the first stages of a pipeline can be.
 """
+
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelZeroOptimizer
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelZeroOptimizer
+from colossalai.tensor.moe_tensor.api import is_moe_tensor
+from torch import nn
+from torch.optim import Optimizer
+
+_REDUCED_AT_ONCE = 25_000_000  # gradient elements of one all-reduce under stage 0
 
 
-class MoeLoraZeroOptimizer(MoeHybridParallelZeroOptimizer):
-    """Expert parameters are reduced over the MoE-DP group, all others over the DP group; each rank keeps its shards."""
+class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
+    """Expert parameters are reduced over the MoE-DP group, all others over the DP group.
 
-    def __init__(self, *args, dp_process_group: dist.ProcessGroup, **kwargs):
-        super().__init__(*args, dp_process_group=dp_process_group, **kwargs)
-        self._norm_group = dp_process_group
+    Stage 0 is stage 1 over `alone`, a group of this rank only: it holds all states, and gradients are averaged before.
+    """
 
-    def get_grad_norm(self, norm_type: int = 2, **kwargs) -> float | None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        zero_stage: int,
+        dp_process_group: dist.ProcessGroup,
+        moe_dp_group: dist.ProcessGroup,
+        alone: dist.ProcessGroup,
+        **kwargs: Any,
+    ):
+        self._zero_stage = zero_stage
+        self._reduced_over = {False: dp_process_group, True: moe_dp_group}  # by whether it is a parameter of experts
+        parameters = list(model.parameters())
+        if zero_stage == 0:
+            groups = {alone: parameters}
+        elif dp_process_group is moe_dp_group:
+            groups = {dp_process_group: parameters}
+        else:
+            groups = {
+                dp_process_group: [p for p in parameters if not is_moe_tensor(p)],
+                moe_dp_group: [p for p in parameters if is_moe_tensor(p)],
+            }
+        # use_pipeline: the optimizer keeps only the parameters that this rank holds
+        super().__init__(optimizer, model, use_pipeline=True, pg_to_param_list=groups, **kwargs)
+
+    def get_grad_norm(self, norm_type: int = 2, **kwargs: Any) -> float | None:
         """L2 norm of the last step's gradient over all trainable parameters of the model, before clipping."""
         if norm_type != 2:
             raise ValueError(f"get_grad_norm: only the L2 norm is kept, got norm_type={norm_type}")
         return self._current_grad_norm
 
-    def step(self, closure=None) -> None:
-        """As upstream's. When fp16 overflows the step is skipped, and `get_grad_norm` is None until the next."""
-        self._current_grad_norm = None
-        super().step(closure)
+    def step(self, closure: None = None) -> None:
+        """As upstream's. When fp16 overflows the step is skipped, and `get_grad_norm` is None until the next.
 
-    def _compute_grad_norm(self, dp_pg, gradients, norm_type=2) -> float:
+        Raises:
+            FloatingPointError: the gradient norm is not finite (on every rank alike); nothing was updated.
+        """
+        self._current_grad_norm = None
+        try:
+            super().step(closure)
+        except FloatingPointError:
+            for group_id, masters in self._master_param_groups_of_current_rank.items():
+                self.optim.param_groups[group_id]["params"] = masters
+                for master in masters:
+                    master.grad = None
+            raise
+
+    def sync_dp_grads(self) -> None:
+        self._sync_grad()
+
+    def _sync_grad(self) -> None:
+        if self._zero_stage == 0:
+            for is_moe, group in self._reduced_over.items():
+                _average([p for p in self._working_params() if is_moe_tensor(p) == is_moe], group)
+        super()._sync_grad()
+
+    def _working_params(self) -> Iterator[nn.Parameter]:
+        for params in self._working_param_groups.values():
+            yield from params
+
+    def _compute_grad_norm(self, dp_pg: Any, gradients: list[torch.Tensor], norm_type: int = 2) -> float:
         return 0.0  # per store upstream, which cannot be added up; see _unscale_and_clip_grads
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[torch.Tensor], total_norm: float) -> None:
         scale = self.mixed_precision_mixin.get_grad_div_scale() if self.mixed_precision_mixin is not None else 1.0
         norm = self._global_norm(grad_groups_flat) / scale
         self._current_grad_norm = norm
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
         if self._clip_grad_norm > 0 and norm > self._clip_grad_norm:
             scale *= (norm + 1e-6) / self._clip_grad_norm
         for grad in grad_groups_flat:
             grad.data.mul_(1 / scale)
 
     def _global_norm(self, shards: list[torch.Tensor]) -> float:
-        """Every element of every gradient lies in exactly one shard of the DP group (= EP x MoE-DP)."""
-        square = sum((shard.double().square().sum() for shard in shards), torch.zeros((), dtype=torch.float64))
-        square = square.to(self._working_device())
-        dist.all_reduce(square, group=self._norm_group)
+        """Over all ranks; a gradient that several hold counts once."""
+        square = torch.zeros((), dtype=torch.float64)
+        for param, shard in zip(self._params_with_gradient(), shards, strict=True):
+            square += shard.double().square().sum().cpu() / self._num_copies(param)
+        square = square.to(next(self.model.parameters()).device)
+        dist.all_reduce(square)
         return square.sqrt().item()
 
-    def _working_device(self) -> torch.device:
-        return next(p.device for params in self.pg_to_param_list.values() for p in params)
+    def _params_with_gradient(self) -> Iterator[nn.Parameter]:
+        """In the order of upstream's `step`."""
+        for group_id, params in self._working_param_groups.items():
+            for param in params:
+                store = self.pid_to_grad_store[id(param)]
+                if store.get_partitioned_gradients_by_param_id(group_id, id(param)):
+                    yield param
+
+    def _num_copies(self, param: nn.Parameter) -> int:
+        """Ranks that hold the same shard of this parameter's gradient."""
+        copies = dist.get_world_size(self._reduced_over[is_moe_tensor(param)]) if self._zero_stage == 0 else 1
+        for shared in self.shared_params:
+            if shared.get(self.stage_manager.stage) is param:
+                copies *= len(shared)
+        return copies
+
+
+def _average(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Mean of the gradients over the group, in place."""
+    size = dist.get_world_size(group)
+    grads = [p.grad for p in params if p.grad is not None]
+    while size > 1 and grads:
+        count, num_elements = 0, 0
+        while count < len(grads) and (count == 0 or num_elements + grads[count].numel() <= _REDUCED_AT_ONCE):
+            num_elements += grads[count].numel()
+            count += 1
+        bucket, grads = grads[:count], grads[count:]
+        flat = torch.cat([grad.reshape(-1) for grad in bucket]).div_(size)
+        dist.all_reduce(flat, group=group)
+        for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(mean.view_as(grad))

@@ -11,17 +11,22 @@ from peft import LoraConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coati_ext.checkpoint_io.adapter_config import lora_config_from_adapter
+from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.config import FinetuneConfig, LoraSettings, TrainConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
+from coati_ext.dataset.packing import PackedCollator, check_packing_supported
+from coati_ext.models.recompute import enable_recompute
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
-from coati_ext.utils.device import peak_memory_gb
+from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
 
 ADAPTER_DIR = "lora"
 
@@ -59,6 +64,10 @@ def make_dataloader(
     dp_group: dist.ProcessGroup,
 ) -> DataLoader:
     """Each sample once an epoch; the same number of micro-batches on every rank, empty ones at the end if need be."""
+    if config.data.packing:
+        collate = PackedCollator(tokenizer, config.data.max_length, single_row=config.train.use_flash_attn)
+    else:
+        collate = ConversationCollator(tokenizer)
     sampler = EpochBatchSampler(
         len(dataset),
         config.train.batch_size,
@@ -66,7 +75,44 @@ def make_dataloader(
         dist.get_world_size(dp_group),
         seed=config.train.seed,
     )
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=ConversationCollator(tokenizer))
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+
+def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
+    """This rank's part of the base model, read from its own byte ranges of the checkpoint."""
+    model = build_meta_model(config.pretrained, plugin.dtype, use_flash_attn=config.train.use_flash_attn)
+    plugin.shard(model)
+    report = load_weights(
+        model,
+        config.pretrained,
+        plugin.layout,
+        plugin.layout_rank,
+        device=current_device(),
+        show_progress=dist.get_rank() == 0,
+    )
+    total = torch.tensor(report.nbytes_read, device=current_device())
+    dist.all_reduce(total)
+    print_rank_0(f"weights: rank 0 {report.format()}; all {dist.get_world_size()} ranks {total.item() / 1e9:.1f} GB")
+    if config.train.use_grad_checkpoint:
+        enable_recompute(model)
+    if config.data.packing:
+        check_packing_supported(model, single_row=config.train.use_flash_attn)
+    return model
+
+
+def add_lora(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel) -> None:
+    """Inject a new adapter, or the one of `--init_adapter` with its own rank and targets; the table is shown."""
+    start = config.lora.init_adapter
+    if start is None:
+        booster.enable_lora(model, lora_config=lora_config(config.lora, config.pretrained))
+    else:
+        rank = lora_config_from_adapter(start).r
+        if config.lora.lora_rank not in (0, rank):
+            raise ValueError(
+                f"--lora_rank {config.lora.lora_rank}, but --init_adapter {start} has rank {rank}; leave the flag out"
+            )
+        booster.enable_lora(model, pretrained_dir=start)
+    print_rank_0(model.lora_report.format())
 
 
 def lora_config(settings: LoraSettings, pretrained: str) -> LoraConfig:
@@ -123,11 +169,12 @@ def save(
 ) -> None:
     """Export the adapter and say what to do with it."""
     adapter = Path(config.output.save_dir) / ADAPTER_DIR
-    world_size, ep = dist.get_world_size(), config.parallel.ep
+    parallel = config.parallel
+    sizes = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("ep", "pp", "tp", "sp"))
     card = {
         "Data": f"{config.data.dataset}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
         "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
-        "Layout": f"{world_size} process(es), ep {ep} x moe-dp {world_size // ep}",
+        "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
     }
     booster.checkpoint_io.save_lora_as_pretrained(model, str(adapter), tokenizer=tokenizer, card=card)
     print_rank_0(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one loop around one `train_step`.
+"""Supervised fine-tuning: one loop around one `train_step`, with or without a pipeline.
 
 The loss of a step is the mean over all supervised tokens of the step, whatever ranks and micro-steps they lie on: the
 token count is summed over all of them before the first forward. What is shown is that mean, in fp32.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from coati_ext.dataset.collator import split_rows
+from coati_ext.dataset.packing import model_inputs, num_real_tokens
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
 from coati_ext.moe.load import expert_load, reset_expert_load
+from coati_ext.trainer.nonfinite import report_nonfinite
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.metrics import MetricsLogger
 
@@ -31,12 +34,16 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Of one optimizer step, over all ranks. `grad_norm` is before clipping; None if fp16 overflowed (step skipped)."""
+    """Of one optimizer step, over all ranks.
+
+    `grad_norm` is before clipping; None if the step was skipped, because fp16 overflowed or for `skip_reason`.
+    """
 
     loss: float
     grad_norm: float | None
     num_supervised_tokens: int
     num_tokens: int
+    skip_reason: str | None = None
 
 
 class SFTTrainer:
@@ -44,10 +51,14 @@ class SFTTrainer:
 
     Args:
         booster, model, optimizer: after `booster.boost`; the optimizer's `get_grad_norm` gives the global norm.
-        dataloader: micro-batches of input_ids, attention_mask, labels; the same number on every rank. If its batch
-            sampler has `set_epoch`, it is called before each epoch.
+        dataloader: micro-batches of input_ids, labels and attention_mask or position_ids; the same number on every
+            rank. If its batch sampler has `set_epoch`, it is called before each epoch.
         dp_group: the ranks that see different data.
+        pp_group: the stages of this rank's pipeline; None without one.
+        microbatch_size: rows that go through the pipeline at a time.
         max_steps: end after this many optimizer steps.
+        skip_nonfinite: leave out a step whose loss or gradient is not finite, and count it, instead of stopping.
+        save_dir: where the batch of such a step is written.
     """
 
     def __init__(
@@ -59,85 +70,168 @@ class SFTTrainer:
         lr_scheduler: LRScheduler,
         dataloader: Iterable[Batch],
         dp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup | None = None,
+        microbatch_size: int = 1,
         num_epochs: int = 1,
         accumulation_steps: int = 1,
         max_steps: int | None = None,
+        skip_nonfinite: bool = False,
+        save_dir: str | None = None,
     ):
         self.booster, self.model, self.optimizer, self.lr_scheduler = booster, model, optimizer, lr_scheduler
-        self.dataloader, self.dp_group = dataloader, dp_group
+        self.dataloader, self.dp_group, self.pp_group = dataloader, dp_group, pp_group
+        self.microbatch_size = microbatch_size
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
+        self.skip_nonfinite, self.save_dir = skip_nonfinite, save_dir
         self.criterion = GPTLMLoss()
         self.device = current_device()
+        self.step = 0  # optimizer steps done
+        self.num_skipped = 0
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.
 
         Raises:
-            ValueError: the loss or the gradient norm is not finite (on every rank alike).
+            ValueError: the loss or the gradient norm is not finite (on every rank alike), with where it began.
         """
         micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in micro_batches]
         counts = torch.stack(
             [
                 sum(num_supervised_tokens(batch["labels"]) for batch in micro_batches),
-                sum(batch["attention_mask"].sum() for batch in micro_batches),
+                sum(num_real_tokens(batch) for batch in micro_batches),
             ]
         )
         dist.all_reduce(counts, group=self.dp_group)
         num_supervised, num_tokens = counts.tolist()
+        counts = {"num_supervised_tokens": num_supervised, "num_tokens": num_tokens}
         dp_size = dist.get_world_size(self.dp_group)
 
-        loss = torch.zeros((), device=self.device)
-        for index, batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            with nullcontext() if last else self.booster.no_sync(self.model, self.optimizer):
-                logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                # The plugin averages gradients over dp; their sum is wanted, over one denominator.
-                part = self.criterion(logits, batch["labels"], num_tokens=num_supervised / dp_size)
-                self.booster.backward(part, self.optimizer)
-            loss += part.detach()
+        # The plugin averages gradients over dp; their sum is wanted, over one denominator.
+        loss = self._forward_backward(micro_batches, num_supervised / dp_size)
         dist.all_reduce(loss, group=self.dp_group)
         loss = loss.item() / dp_size
         if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss}; the weights were not updated. {_finite_hint(self.model)}")
-        self.optimizer.step()
+            return self._not_finite(f"the loss is {loss}", micro_batches, loss, counts)
+        try:
+            self.optimizer.step()
+        except FloatingPointError as error:
+            return self._not_finite(f"the loss is {loss:.4f} but {error}", micro_batches, loss, counts)
         grad_norm = self.optimizer.get_grad_norm()
-        if grad_norm is not None and not math.isfinite(grad_norm):
-            raise ValueError(f"the loss is {loss:.4f} but the gradient norm is {grad_norm}. {_finite_hint(self.model)}")
         if grad_norm is not None:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=grad_norm, num_supervised_tokens=num_supervised, num_tokens=num_tokens)
+        return StepResult(loss=loss, grad_norm=grad_norm, **counts)
 
-    def fit(self, logger: MetricsLogger, *, show_progress: bool = True) -> list[float]:
-        """All steps; returns their losses."""
+    def _forward_backward(self, micro_batches: list[Batch], num_tokens: float) -> torch.Tensor:
+        """Gradients of sum(token losses) / num_tokens; returns that loss, on every stage of a pipeline."""
+
+        def criterion(output: Any, batch: Batch) -> torch.Tensor:
+            return self.criterion(output.logits, batch["labels"], num_tokens=num_tokens)
+
+        loss = torch.zeros((), device=self.device)
+        if self.pp_group is not None:
+            rows = self._rows(micro_batches)
+            result = self.booster.execute_pipeline(
+                iter([rows]), self.model, criterion, self.optimizer, return_loss=True
+            )
+            if result["loss"] is not None:
+                loss += result["loss"]
+            dist.all_reduce(loss, group=self.pp_group)
+            return loss
+        for index, batch in enumerate(micro_batches):
+            with self._no_sync(is_last=index == len(micro_batches) - 1):
+                part = criterion(self.model(**model_inputs(batch)), batch)
+                self.booster.backward(part, self.optimizer)
+            loss += part.detach()
+        return loss
+
+    def _rows(self, micro_batches: list[Batch]) -> list[Batch]:
+        """What goes through the pipeline, labels included, a few rows at a time."""
+        parts = [part for batch in micro_batches for part in split_rows(batch, self.microbatch_size)]
+        return [{**model_inputs(part), "labels": part["labels"]} for part in parts]
+
+    def _no_sync(self, *, is_last: bool) -> Any:
+        """Gradients are reduced once, with the last micro-batch, where the plugin can wait that long."""
+        if is_last or not self.booster.plugin.support_no_sync():
+            return nullcontext()
+        return self.booster.no_sync(self.model, self.optimizer)
+
+    def _not_finite(self, what: str, micro_batches: list[Batch], loss: float, counts: dict[str, int]) -> StepResult:
+        cause = report_nonfinite(
+            self.model, self._forward_only, micro_batches, step=self.step + 1, save_dir=self.save_dir
+        )
+        self.optimizer.zero_grad()
+        if not self.skip_nonfinite:
+            raise ValueError(f"step {self.step + 1}: {what}; the weights were not updated. {cause}")
+        self.num_skipped += 1
+        return StepResult(loss=loss, grad_norm=None, skip_reason=f"{what}. {cause}", **counts)
+
+    def _forward_only(self, micro_batches: list[Batch]) -> None:
+        with torch.no_grad():
+            if self.pp_group is None:
+                for batch in micro_batches:
+                    self.model(**model_inputs(batch))
+                return
+            rows = self._rows(micro_batches)
+            with self.model.no_sync():
+                self.booster.execute_pipeline(iter([rows]), self.model, lambda output, batch: output.logits.sum(), None)
+
+    def fit(
+        self,
+        logger: MetricsLogger,
+        *,
+        show_progress: bool = True,
+        after_step: Callable[["SFTTrainer"], bool] = lambda trainer: False,
+    ) -> list[float]:
+        """The steps that are left (all, unless `self.step` was set by a resume); returns their losses.
+
+        Args:
+            after_step: called after each step; training ends early where it returns true (on every rank alike).
+        """
         self.model.train()
         reset_expert_load(self.model)
         losses = []
-        bar = tqdm(total=self.num_steps, desc="fine-tuning", unit="step", disable=not show_progress, dynamic_ncols=True)
+        bar = tqdm(
+            total=self.num_steps,
+            initial=self.step,
+            desc="fine-tuning",
+            unit="step",
+            disable=not show_progress,
+            dynamic_ncols=True,
+        )
         with bar:
-            for step, micro_batches in enumerate(islice(self._steps(), self.num_steps), start=1):
+            for micro_batches in islice(self._steps(), self.num_steps - self.step):
                 start = time.perf_counter()
                 lr = self.lr_scheduler.get_last_lr()[0]
                 result = self.train_step(micro_batches)
+                self.step += 1
                 tokens_per_s = result.num_tokens / (time.perf_counter() - start)
                 losses.append(result.loss)
                 bar.set_postfix_str(_postfix(result, tokens_per_s), refresh=False)
                 bar.update()
-                logger.log(step, {**_scalars(result, lr, tokens_per_s), **self._expert_load()})
+                extra = {"skipped": result.skip_reason} if result.skip_reason else {}
+                logger.log(self.step, {**_scalars(result, lr, tokens_per_s), **self._expert_load()}, **extra)
+                if after_step(self):
+                    break
         return losses
 
     def _steps(self) -> Iterator[list[Batch]]:
-        for epoch in range(self.num_epochs):
+        """From `self.step` on; an epoch's last step may have fewer micro-batches."""
+        steps_per_epoch = math.ceil(len(self.dataloader) / self.accumulation_steps)
+        for epoch in range(self.step // steps_per_epoch, self.num_epochs):
+            first = (self.step % steps_per_epoch) * self.accumulation_steps
             set_epoch = getattr(getattr(self.dataloader, "batch_sampler", None), "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(epoch)
-            batches = iter(self.dataloader)
+                set_epoch(epoch, first)
+                batches = iter(self.dataloader)
+            else:
+                batches = islice(iter(self.dataloader), first, None)
             while micro_batches := list(islice(batches, self.accumulation_steps)):
                 yield micro_batches
 
     def _expert_load(self) -> dict[str, float]:
-        """max/mean routed rows per expert, per MoE layer, since the last step: 1 is perfectly even."""
+        """max/mean routed rows per expert, per MoE layer here, since the last step: 1 is perfectly even."""
         loads = expert_load(self.model, self.dp_group)
         reset_expert_load(self.model)
         return {f"expert_load/{name}": (load.max() / load.double().mean()).item() for name, load in loads.items()}
@@ -180,12 +274,5 @@ def _scalars(result: StepResult, lr: float, tokens_per_s: float) -> dict[str, fl
 
 
 def _postfix(result: StepResult, tokens_per_s: float) -> str:
-    norm = "overflow, skipped" if result.grad_norm is None else f"{result.grad_norm:.3f}"
+    norm = "not finite, skipped" if result.grad_norm is None else f"{result.grad_norm:.3f}"
     return f"loss {result.loss:.4f}, grad norm {norm}, {tokens_per_s:,.0f} tok/s"
-
-
-def _finite_hint(model: nn.Module) -> str:
-    bad = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
-    if bad:
-        return f"Adapter tensors that are not finite: {bad[:3]}{'…' if len(bad) > 3 else ''}; lower --lr."
-    return "The adapter is finite: look for a broken base weight or overflowing activations (try bf16 or fp32)."

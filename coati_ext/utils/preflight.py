@@ -1,13 +1,32 @@
 """What can be known to be wrong before torch is imported and a GPU is touched. Standard library only."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-from coati_ext.config import FinetuneConfig
+from coati_ext.config import FinetuneConfig, ParallelConfig
 
 _NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+# MoE families that train here and whose adapter stock PEFT loads. tests/test_families.py shows it for each of them, and
+# that these are all that the installed transformers and PEFT allow.
+MOE_FAMILIES = frozenset({
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "mellum", "minimax", "minimax_m2",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open",
+})  # fmt: skip
+
+_REFUSED = {
+    "gpt_oss": "its experts have biases and transposed, interleaved weights, which the experts layer does not compute",
+    "kimi_k2": "transformers has no such model, but Kimi-K2 is built as DeepSeek-V3: set model_type to 'deepseek_v3' "
+    "in config.json",
+    "longcat_flash": "some of its experts have no weights, which the experts layer does not compute",
+    "nemotron_h": "its experts have no gate, and the experts layer computes gated ones only",
+}
+_NO_CONVERSION = "PEFT has no conversion for adapters of this family and would drop the experts' tensors"
 
 
 def check_finetune(config: FinetuneConfig) -> None:
@@ -17,16 +36,28 @@ def check_finetune(config: FinetuneConfig) -> None:
         ValueError, OSError: naming the flag, what was found and what to do.
     """
     model_config = read_model_config(config.pretrained)
-    if "quantization_config" in model_config:
-        method = model_config["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"--pretrained {config.pretrained}: the checkpoint is quantised ({method}); training from it is not built "
-            "yet. Convert it to BF16 first."
-        )
-    check_expert_layout(num_experts(model_config), config.parallel.ep, model_config.get("model_type", "?"))
+    check_family(model_config)  # before the quantisation and the layout: nothing that the user converts would help
+    _check_quantization(config.pretrained, model_config)
+    check_layout(config.parallel, model_config)
     if not Path(config.data.dataset).is_file():
         raise ValueError(f"--dataset {config.data.dataset}: no such file")
+    adapter = config.lora.init_adapter
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ValueError(f"--init_adapter {adapter}: no adapter_config.json in it; expected a PEFT adapter's directory")
+    if config.output.resume not in (None, "latest") and not Path(config.output.resume).is_dir():
+        raise ValueError(f"--resume {config.output.resume}: no such directory (or give latest)")
     _check_writable("--save_dir", Path(config.output.save_dir))
+
+
+def _check_quantization(pretrained: str, model_config: dict[str, Any]) -> None:
+    """FP8 in blocks is dequantised while it is read; what else is quantised cannot be trained from."""
+    found = model_config.get("quantization_config") or model_config.get("text_config", {}).get("quantization_config")
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+    if method not in (None, "fp8"):
+        raise ValueError(
+            f"--pretrained {pretrained}: the checkpoint is quantised ({method}); training needs BF16, FP16, FP32 or "
+            "block-scaled FP8 weights"
+        )
 
 
 def read_model_config(pretrained: str) -> dict[str, Any]:
@@ -52,17 +83,44 @@ def num_experts(model_config: dict[str, Any]) -> int | None:
     return None if any("expert" in key for key in text_config) else 0
 
 
-def check_expert_layout(experts: int | None, ep: int, model_type: str) -> None:
-    """EP against the experts and against the processes that the launcher started."""
+def check_family(model_config: dict[str, Any]) -> None:
+    """Refuse a MoE family whose experts cannot be trained or exported. A dense model passes, whatever its type.
+
+    Example:
+        >>> check_family({"model_type": "mixtral", "num_local_experts": 8})
+        >>> check_family({"model_type": "llama"})
+    """
+    model_type = model_config.get("model_type")
+    if model_type in MOE_FAMILIES or not num_experts(model_config):
+        return  # experts under a name not known here are left to `enable_lora`, which sees the modules
+    raise ValueError(
+        f"--pretrained: LoRA on a MoE with model_type {model_type!r} is not supported: "
+        f"{_REFUSED.get(model_type, _NO_CONVERSION)}. Supported: {sorted(MOE_FAMILIES)}."
+    )
+
+
+def check_layout(parallel: ParallelConfig, model_config: dict[str, Any]) -> None:
+    """The layout against the model's experts and layers, and against the processes that the launcher started."""
+    model_type = model_config.get("model_type", "?")
+    ep, pp, experts = parallel.ep, parallel.pp, num_experts(model_config)
     if ep > 1 and experts == 0:
         raise ValueError(f"--ep {ep}, but the model ({model_type}) is dense: it has no experts to spread. Use --ep 1.")
     if experts and experts % ep:
         raise ValueError(f"--ep {ep} does not divide the model's {experts} experts")
+    layers = model_config.get("text_config", model_config).get("num_hidden_layers")
+    if layers is not None and pp > layers:
+        raise ValueError(f"--pp {pp} leaves stages without a layer: the model ({model_type}) has {layers}")
+    by_hand = parallel.num_layers_per_stage
+    if layers is not None and by_hand is not None and sum(by_hand) != layers:
+        raise ValueError(f"--num_layers_per_stage sums to {sum(by_hand)}, but the model has {layers} layers")
+    sizes = {name: getattr(parallel, name) for name in ("ep", "pp", "tp", "sp")}
+    unit = math.prod(sizes.values())
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size % ep:
+    if world_size % unit:
+        shown = " x ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         raise ValueError(
-            f"--ep {ep} does not divide the {world_size} processes of this run; start a multiple of {ep} "
-            f"(colossalai run --nproc_per_node {ep} ...)"
+            f"{shown} does not divide the {world_size} processes of this run; start a multiple of {unit} "
+            f"(colossalai run --nproc_per_node {unit} ...)"
         )
 
 

@@ -78,7 +78,7 @@ def test_the_run_says_what_it_does(runs):
     ):
         assert process.stdout.count(shown) == 1, process.stdout
     warnings = process.stderr.replace("SyntaxWarning", "")  # Python 3.12 compiling colossalai for the first time
-    assert "Warning" not in warnings and process.stderr.count("Loading weights: 100%") == 1, process.stderr
+    assert "Warning" not in warnings and process.stderr.count("loading: 100%") == 1, process.stderr
     saved = json.loads((two / "training_config.json").read_text())
     assert (saved["ep"], saved["lora_targets"], saved["seed"]) == (2, ["mlp"], 42)
     assert any((two / "tensorboard").iterdir())

@@ -21,7 +21,7 @@ def adapted_pair(family: str, rank: int, projections=("gate_proj", "up_proj", "d
     torch.manual_seed(0)
     _, original = experts_of(tiny_model(family))
     _, to_shard = experts_of(tiny_model(family))
-    layer = MoeExperts(to_shard)
+    layer = MoeExperts(to_shard.requires_grad_(False))
     layer.add_lora(list(projections), rank=rank, scaling=SCALING)
     for factors in (layer.lora_A, layer.lora_B):
         for parameter in factors.values():

@@ -49,10 +49,12 @@ def error_of(kwargs: dict) -> str:
     [
         ({"ep_size": 3}, "ep_size=3 does not divide the world size 2"),
         ({"ep_size": 0}, "ep_size=0"),
-        ({"pp_size": 2, "microbatch_size": 1}, "pp_size=2 is not built yet"),
+        ({"pp_size": 2, "ep_size": 2}, "pp_size=2 x ep_size=2 does not divide the world size 2"),
+        ({"pp_size": 2, "num_layers_per_stage": [1, 2, 3]}, "num_layers_per_stage must be a list of pp=2 numbers"),
+        ({"pp_size": 2, "pp_style": "interleaved"}, "pp_style='interleaved' is not supported"),
         ({"tp_size": 2}, "tp_size=2 is not built yet"),
-        ({"zero_stage": 0}, "zero_stage=0"),
-        ({"zero_stage": 2}, "zero_stage=2"),
+        ({"zero_stage": 3}, "zero_stage must be 0, 1 or 2, got 3"),
+        ({"zero_stage": 2, "pp_size": 2}, "zero_stage=2 with pp_size=2"),
         ({"precision": "fp8"}, "precision must be"),
         ({"enable_sequence_parallelism": True}, "enable_sequence_parallelism"),
         ({"overlap_communication": True}, "overlap_communication"),
@@ -74,7 +76,7 @@ def misuse(which: str) -> str:
     model = tiny_model("llama" if which == "dense" else "mixtral")
     try:
         if which == "boost first":
-            booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            booster.enable_lora(booster.boost(model)[0], lora_config=config)
         elif which == "save first":
             booster.save_lora_as_pretrained(booster.enable_lora(model, lora_config=config), "never-written")
         else:
@@ -89,7 +91,7 @@ def misuse(which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("boost first", "call booster.enable_lora"),
+        ("boost first", "enable_lora"),
         ("save first", "boost the model first"),
         ("twice", "LoRA is enabled on this model already"),
         ("dense", "ep_size=2, but LlamaForCausalLM is dense"),

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from distributed import pool
+from safetensors.torch import load_file
 from tiny_models import tiny_model, token_batch
 
 from coati_ext.trainer.sft import cosine_with_warmup, num_optimizer_steps
@@ -56,6 +57,7 @@ def fit_tiny(steps_per_epoch: int, accumulation_steps: int, num_epochs: int, poi
         dp_group=plugin.dp_group,
         num_epochs=num_epochs,
         accumulation_steps=accumulation_steps,
+        save_dir=directory,
     )
     main = torch.distributed.get_rank() == 0
     logger = MetricsLogger(f"{directory}/tensorboard", f"{directory}/metrics.jsonl", enabled=main)
@@ -88,5 +90,9 @@ def test_the_loss_falls_and_every_step_is_logged_once(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_with_the_cause(tmp_path):
-    for message in pool(2).run(fit_tiny, 2, 1, 1, "weight", str(tmp_path)):
-        assert message.startswith("the loss is nan") and "broken base weight" in message
+    first, second = pool(2).run(fit_tiny, 2, 1, 1, "weight", str(tmp_path))
+    assert first == second
+    assert first.startswith("step 1: the loss is nan; the weights were not updated. On rank 0 the first output that")
+    file = tmp_path / "nonfinite" / "step-00000001-rank-00000.safetensors"
+    assert "is that of model.norm" in first and str(file) in first
+    assert torch.equal(load_file(file)["0.input_ids"], token_batch(2, 9))

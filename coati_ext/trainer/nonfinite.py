@@ -1,0 +1,80 @@
+"""Where a NaN or an infinity began: the first module of the forward, or the adapter tensors, that are not finite."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+_SHOWN = 3
+
+
+def report_nonfinite(
+    model: nn.Module, forward: Callable[[list[Batch]], None], batches: list[Batch], *, step: int, save_dir: str | None
+) -> str:
+    """A sentence on the first cause found, the same on every rank; a collective, for the forward is run again.
+
+    Each rank that found something writes its micro-batches to `save_dir`/nonfinite.
+    """
+    weights = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
+    gradients = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    module = _first_module(model, lambda: forward(batches))
+    mine = _describe(weights, module, gradients)
+    rank, found = dist.get_rank(), [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if mine is not None and save_dir is not None:
+        file = _save(batches, Path(save_dir) / "nonfinite" / f"step-{step:08d}-rank-{rank:05d}.safetensors", mine)
+        mine = f"{mine}; its micro-batches are in {file}"
+    dist.all_gather_object(found, mine)
+    first = next(((number, text) for number, text in enumerate(found) if text is not None), None)
+    if first is None:
+        return "No tensor of the forward is: look for an overflow in the backward pass (try bf16 or fp32)."
+    return f"On rank {first[0]} {first[1]}."
+
+
+def _describe(weights: list[str], module: str | None, gradients: list[str]) -> str | None:
+    if weights:
+        return f"weights are not finite: {_some(weights)} (lower --lr, or the base weights are broken)"
+    if module is not None:
+        return f"the first output that is not finite is that of {module}"
+    if gradients:
+        return f"gradients are not finite: {_some(gradients)}"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _first_module(model: nn.Module, forward: Callable[[], None]) -> str | None:
+    """Name of the module that is the first to give a tensor with a NaN or an infinity; leaves before their parents."""
+    found: list[str] = []
+
+    def hook(name: str) -> Callable:
+        def check(module: nn.Module, inputs: tuple, output: object) -> None:
+            tensors = output if isinstance(output, tuple | list) else (output,)
+            if not found and any(
+                isinstance(t, torch.Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors
+            ):
+                found.append(name.removeprefix("module."))
+
+        return check
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _save(batches: list[Batch], file: Path, cause: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{index}.{key}": t.cpu().clone() for index, batch in enumerate(batches) for key, t in batch.items()}
+    save_file(tensors, file, metadata={"cause": json.dumps(cause)})
+    return file

@@ -78,7 +78,7 @@ class ParallelConfig:
         short="-p",
         choices=PLUGINS,
     )
-    tp: int = arg(1, "tensor parallel size")
+    tp: int = arg(1, "tensor parallel size: ranks that share each matrix of a dense model")
     pp: int = arg(1, "pipeline stages")
     sp: int = arg(1, "sequence parallel size")
     ep: int = arg(1, "expert parallel size: ranks that share the experts of a layer")
@@ -110,11 +110,21 @@ class ParallelConfig:
             )
         if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != self.pp:
             raise ValueError(f"--num_layers_per_stage takes --pp {self.pp} numbers, got {self.num_layers_per_stage}")
-        for name in ("tp", "sp"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is not built yet; use --{name} 1")
-        if self.enable_sequence_parallelism:
-            raise ValueError("--enable_sequence_parallelism is not built yet")
+        if self.tp > 1 and self.ep > 1:
+            raise ValueError(f"--tp {self.tp} shares the matrices of dense models, --ep {self.ep} experts; use one")
+        self._check_sequence_parallelism()
+
+    def _check_sequence_parallelism(self) -> None:
+        if self.sp > 1:
+            raise ValueError(f"--sp {self.sp} is not built yet; use --sp 1")
+        if not self.enable_sequence_parallelism:
+            return
+        if self.sp_mode == "ring":
+            raise ValueError("--sp_mode ring gives wrong gradients in colossalai 0.5.0; use split_gather with --tp")
+        if self.sp_mode == "split_gather" and (self.tp == 1 or self.pp > 1):
+            raise ValueError(f"--sp_mode split_gather needs --tp above 1 and --pp 1, got --tp {self.tp} --pp {self.pp}")
+        if self.sp_mode == "all_to_all":
+            raise ValueError("--sp_mode all_to_all is not built yet; use split_gather with --tp")
 
 
 @dataclass(kw_only=True)

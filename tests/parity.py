@@ -36,10 +36,15 @@ def collate(chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def my_micro_batches(dp_rank: int, dp_size: int, accumulation_steps: int) -> list[dict[str, torch.Tensor]]:
+def my_micro_batches(
+    dp_rank: int, dp_size: int, accumulation_steps: int, packing: bool
+) -> list[dict[str, torch.Tensor]]:
+    from coati_ext.dataset.packing import PackedCollator
+
+    put_together = PackedCollator(0, max_length=20) if packing else collate
     mine = samples()[dp_rank::dp_size]
     size = len(mine) // accumulation_steps
-    return [collate(mine[i * size : (i + 1) * size]) for i in range(accumulation_steps)]
+    return [put_together(mine[i * size : (i + 1) * size]) for i in range(accumulation_steps)]
 
 
 def lora_config(targets: list[str]) -> LoraConfig:
@@ -65,7 +70,12 @@ def _fill(tensor: torch.Tensor, name: str) -> None:
     import zlib
 
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    cut = getattr(tensor, "tp_cut", None)
+    if cut is None:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        return
+    shape = [cut.full if dim == cut.dim else size for dim, size in enumerate(tensor.shape)]
+    tensor.copy_((torch.randn(shape, generator=generator) * 0.2).narrow(cut.dim, cut.start, cut.stop - cut.start))
 
 
 def starve(model: nn.Module, num_used: int | None) -> None:
@@ -127,6 +137,9 @@ def run_layout(
     checkpointing: bool = False,
     precision: str = "fp32",
     pp: int = 1,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    packing: bool = False,
     zero_stage: int = 1,
     num_layers_per_stage: list[int] | None = None,
     microbatch_size: int = 1,
@@ -145,6 +158,8 @@ def run_layout(
     plugin = MoeLoraPlugin(
         ep_size=ep,
         pp_size=pp,
+        tp_size=tp,
+        enable_sequence_parallelism=sequence_parallel,
         precision=precision,
         max_norm=clip,
         zero_stage=zero_stage,
@@ -174,13 +189,13 @@ def run_layout(
         accumulation_steps=accumulation_steps,
     )
     dp_rank, dp_size = dist.get_rank(plugin.dp_group), dist.get_world_size(plugin.dp_group)
-    batches = my_micro_batches(dp_rank, dp_size, accumulation_steps)
+    batches = my_micro_batches(dp_rank, dp_size, accumulation_steps, packing)
     losses, norms, grads = [], [], {}
 
     upstream_step = optimizer.step
 
     def recording_step() -> None:
-        grads.update(_whole_gradients(inner, optimizer, plugin.pp_group))
+        grads.update(_whole_gradients(inner, optimizer, plugin.pp_group, plugin.tp_group))
         upstream_step()
 
     optimizer.step = recording_step
@@ -191,7 +206,7 @@ def run_layout(
     return losses, norms, grads
 
 
-def _whole_gradients(model: nn.Module, optimizer, pp_group) -> dict[str, torch.Tensor]:
+def _whole_gradients(model: nn.Module, optimizer, pp_group, tp_group) -> dict[str, torch.Tensor]:
     """Reduced gradients by parameter name; experts' put together over the EP group, layers over the pipeline."""
     whole = {}
     for name, parameter in model.named_parameters():
@@ -204,6 +219,11 @@ def _whole_gradients(model: nn.Module, optimizer, pp_group) -> dict[str, torch.T
             parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(parameter.ep_group))]
             dist.all_gather(parts, grad.contiguous(), group=parameter.ep_group)
             grad = torch.cat(parts)
+        cut = getattr(parameter, "tp_cut", None)
+        if cut is not None:
+            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(tp_group))]
+            dist.all_gather(parts, grad.contiguous(), group=tp_group)
+            grad = torch.cat(parts, dim=cut.dim)
         whole[name] = grad.float().cpu()
     stages = [None] * dist.get_world_size(pp_group)
     dist.all_gather_object(stages, whole, group=pp_group)

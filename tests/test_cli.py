@@ -55,7 +55,7 @@ def test_a_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path):
         (["--lora_rank", "0"], "--lora_rank 0 is full fine-tuning"),
         (["-p", "zero2", "--pp", "2"], "--pp 2 needs --plugin moe or 3d"),
         (["-p", "ddp", "--ep", "2"], "--ep 2 needs --plugin moe or 3d; ddp is data parallel only"),
-        (["--pp", "2", "--zero_stage", "2"], "--zero_stage 2 with --pp 2"),
+        (["--pp", "2", "--zero_stage", "2"], "--zero_stage 2 would reduce at every micro-batch of --pp 2"),
         (["--pp", "2", "--num_layers_per_stage", "3"], "--num_layers_per_stage takes --pp 2 numbers"),
         (["--num_layers_per_stage", "three"], "invalid int value"),
         (["--keep_last", "0"], "--keep_last must be at least 1"),

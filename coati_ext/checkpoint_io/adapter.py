@@ -1,7 +1,7 @@
 """Export and load of LoRA adapters: PEFT files that stock PEFT, vLLM and SGLang load, written whole or not at all.
 
-Only the adapters move: each EP rank's experts are gathered layer by layer to EP rank 0 and each pipeline stage's
-tensors are sent to stage 0. The base model is never gathered. Left out: tensor-parallel adapters.
+Only the adapters move: each EP rank's experts and each TP rank's slices are gathered layer by layer to the first rank
+and each pipeline stage's tensors are sent to stage 0. The base model is never gathered.
 
 Legend: E experts, L experts of this rank, r rank.
 """
@@ -126,7 +126,7 @@ def _require_lora(model: nn.Module) -> None:
 
 
 def _gather_experts(model: nn.Module) -> list[_Stack] | None:
-    """This stage's adapters on EP rank 0, None on the other EP ranks. Nothing here fails on one rank alone."""
+    """This stage's adapters on the first EP and TP rank, None on the others. Nothing here fails on one rank alone."""
     stacks: list[_Stack] = []
     is_first = True
     for path, module in model.named_modules():
@@ -140,21 +140,26 @@ def _gather_experts(model: nn.Module) -> list[_Stack] | None:
                     if full is not None:
                         stacks.append(_Stack(name=name, tensor=full))
         elif isinstance(module, LoraLinear):
+            group = getattr(module.get_base_layer(), "tp_group", None)
+            is_first = is_first and (group is None or dist.get_rank(group) == 0)
             for factor in FACTORS:
-                weight = getattr(module, factor)[ADAPTER_NAME].weight.detach()
-                stacks.append(_Stack(name=LoraTensor(path=path, factor=factor), tensor=weight.cpu()))
+                weight = getattr(module, factor)[ADAPTER_NAME].weight
+                cut = getattr(weight, "tp_cut", None)
+                full = _gather(weight.detach(), group, cut.dim) if cut is not None else weight.detach().cpu()
+                if full is not None:
+                    stacks.append(_Stack(name=LoraTensor(path=path, factor=factor), tensor=full))
     return stacks if is_first else None
 
 
-def _gather(local: torch.Tensor, ep_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """(L, ...) of every EP rank -> (E, ...) on the CPU of EP rank 0."""
-    if ep_group is None or dist.get_world_size(ep_group) == 1:
+def _gather(local: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor | None:
+    """Equal slices along `dim` of every rank of the group -> the whole, on the CPU of its first rank."""
+    if group is None or dist.get_world_size(group) == 1:
         return local.cpu()
     parts = None
-    if dist.get_rank(ep_group) == 0:
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(ep_group))]
-    dist.gather(local.contiguous(), parts, group=ep_group, group_dst=0)
-    return None if parts is None else torch.cat([part.cpu() for part in parts])
+    if dist.get_rank(group) == 0:
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.gather(local.contiguous(), parts, group=group, group_dst=0)
+    return None if parts is None else torch.cat([part.cpu() for part in parts], dim=dim)
 
 
 def _gather_stages(stacks: list[_Stack], pp_group: dist.ProcessGroup) -> list[_Stack]:
@@ -277,7 +282,8 @@ def load_adapter(model: nn.Module, directory: str | Path, *, pp_group: dist.Proc
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{file}: {key} is not finite")
             if destination is not None:
-                destination.copy_(tensor)
+                cut = getattr(destination, "tp_cut", None)
+                destination.copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
             elif torch.any(tensor):
                 raise ValueError(f"{file}: {key} is not zero, but this model has no LoRA on the experts' down_proj")
 
@@ -291,8 +297,11 @@ def _destinations(model: nn.Module) -> tuple[dict[str, torch.Tensor | None], dic
         if isinstance(module, LoraLinear):
             for factor in FACTORS:
                 key = to_disk(LoraTensor(path=path, factor=factor), model_type)
-                wanted[key] = getattr(module, factor)[ADAPTER_NAME].weight
-                expected[key] = tuple(wanted[key].shape)
+                wanted[key] = weight = getattr(module, factor)[ADAPTER_NAME].weight
+                cut = getattr(weight, "tp_cut", None)
+                expected[key] = tuple(
+                    cut.full if cut is not None and dim == cut.dim else size for dim, size in enumerate(weight.shape)
+                )
         elif isinstance(module, MoeExperts) and len(module.lora_A):
             for projection in dict.fromkeys((*module.lora_A, "down_proj")):
                 width_in, width_out = module.features(projection)

@@ -246,7 +246,7 @@ class _Strip:
 def _strips(read: Read, flat: torch.Tensor, block: Block | None) -> Iterator[_Strip]:
     """The strips that fill the weight whose elements from the region's first on are `flat`."""
     for sources, start, shape, convert in _copies(read) if read.scale is None else _dequantised(read, block):
-        target = flat[0 : math.prod(shape)].view(shape)
+        target = flat[start : start + math.prod(shape)].view(shape)
         yield _Strip(sources=sources, target=target, convert=convert, read=read)
 
 
@@ -264,9 +264,9 @@ def _copies(read: Read) -> Iterator[_Step]:
 
 def _dequantised(read: Read, block: Block) -> Iterator[_Step]:
     """Strips of whole rows of blocks, matrix by matrix, for a ragged matrix ends within a block."""
-    *leading, rows, columns = read.piece.spans
-    convert = partial(_dequantize, columns=columns, block=block)
-    width, done = read.piece.shape[-1], 0
+    *leading, rows, [(left, right)] = read.piece.spans
+    convert = partial(_dequantize, left=left, right=right, block=block)
+    width, done = right - left, 0
     for index in itertools.product(*(_indices(spans) for spans in leading)):
         matrix = 0
         for i, size in zip(index, read.entry.shape, strict=False):
@@ -288,19 +288,17 @@ def _cast(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     targets[0].copy_(sources[0])
 
 
-def _dequantize(sources: list[torch.Tensor], targets: list[torch.Tensor], *, columns: Spans, block: Block) -> None:
+def _dequantize(
+    sources: list[torch.Tensor], targets: list[torch.Tensor], *, left: int, right: int, block: Block
+) -> None:
     (weight, scale), [target] = sources, targets
-    place = 0
-    for start, stop in columns:
-        own = target[:, place : place + stop - start]
-        in_place = own.is_contiguous() and own.device == weight.device
-        values = dequantize_fp8(
-            weight[:, start:stop],
-            scale[:, start // block[1] : math.ceil(stop / block[1])],
-            block_size=block,
-            dtype=target.dtype,
-            out=own if in_place else None,
-        )
-        if not in_place:
-            own.copy_(values)
-        place += stop - start
+    in_place = target.device == weight.device
+    values = dequantize_fp8(
+        weight[:, left:right],
+        scale[:, left // block[1] : math.ceil(right / block[1])],
+        block_size=block,
+        dtype=target.dtype,
+        out=target if in_place else None,
+    )
+    if not in_place:  # a device that workers have no stream for
+        target.copy_(values)

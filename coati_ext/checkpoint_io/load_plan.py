@@ -112,7 +112,11 @@ class _Weights:
     def take(
         self, piece: Piece, place: Place, entry: TensorEntry, scale: TensorEntry | None, in_file: set[str]
     ) -> None:
-        """Plan to read a slice of a tensor."""
+        """Plan to read a slice of a tensor; `in_file` has the weights that tensors of the checkpoint are named for.
+
+        It also fills weights that are tied to its own and in no file, or a tied one alone where its own is on another
+        stage. What a tied weight's tensor has filled is compared instead.
+        """
         partners = [name for pair in self._tied if place.name in pair for name in pair if name in self._weights]
         here = place.name in self._weights
         takers = [place.name] if here else []
@@ -122,9 +126,9 @@ class _Weights:
                 f"{entry.file}: no weight of the model takes {entry.name} (in transformers' names {place.name}); is it "
                 "another model's checkpoint, or is the model sharded by another layout?"
             )
-        for name in {id(self._weights[name]): name for name in reversed(takers)}.values():
+        for name in {id(self._weights[name]): name for name in reversed(takers)}.values():  # each parameter once
             weight = self._weights[name]
-            self._check_dtype(weight, name, entry, scale)
+            self._check_dtype(weight, name, entry)
             start = self._start(weight, place, piece, entry)
             equals = weight.taken.get(start) if partners else None
             if equals is None:
@@ -164,9 +168,9 @@ class _Weights:
             )
         return start
 
-    def _check_dtype(self, weight: _Weight, name: str, entry: TensorEntry, scale: TensorEntry | None) -> None:
-        fits = entry.dtype in _FLOATS or scale is not None if weight.dtype in _FLOATS else entry.dtype == weight.dtype
-        if not fits:
+    def _check_dtype(self, weight: _Weight, name: str, entry: TensorEntry) -> None:
+        accepted = (*_FLOATS, *FP8_DTYPES) if weight.dtype in _FLOATS else (weight.dtype,)
+        if entry.dtype not in accepted:
             raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; the model's {name} is {weight.dtype}")
 
     def _mark(self, weight: _Weight, start: int, size: int, entry: TensorEntry) -> None:

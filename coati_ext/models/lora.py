@@ -2,7 +2,8 @@
 
 PEFT's `LoraConfig` says what is wanted; its `get_peft_model` is not used, because PEFT 0.21 rewrites gate/up/down
 targets of DeepSeek-like models to the routed experts and so leaves shared experts and dense layers unadapted
-(huggingface/peft#3711). Names, shapes and scaling are PEFT's, so what is trained here is what PEFT loads.
+(huggingface/peft#3711). Names, shapes and scaling are PEFT's, so what is trained here is what PEFT loads; after
+`shard_tensor_parallel` the factors are slices of that.
 
 The start values depend on (seed, path, expert) alone: every layout begins with the same adapter.
 """
@@ -21,6 +22,7 @@ from torch import nn
 
 from coati_ext.models.shard import shard_decoder
 from coati_ext.models.targets import KINDS, Candidate, resolve_targets, structure_of
+from coati_ext.models.tensor_parallel_layers import Cut, TensorParallelLinear, TensorParallelLoraLinear
 from coati_ext.moe.experts import MoeExperts
 
 ADAPTER_NAME = "default"
@@ -146,19 +148,27 @@ def _adapt_experts(
 
 def _adapt_linear(model: nn.Module, path: str, config: LoraConfig, seed: int) -> None:
     base = model.get_submodule(path)
-    layer = LoraLinear(base, ADAPTER_NAME, config, r=config.r, lora_alpha=config.lora_alpha)
+    kind = TensorParallelLoraLinear if isinstance(base, TensorParallelLinear) else LoraLinear
+    layer = kind(base, ADAPTER_NAME, config, r=config.r, lora_alpha=config.lora_alpha)
     for factor in (layer.lora_A, layer.lora_B):
         factor[ADAPTER_NAME].to(base.weight.dtype)
-    _init_lora_A(layer.lora_A[ADAPTER_NAME].weight.data, seed, path)
+    weight_rI = layer.lora_A[ADAPTER_NAME].weight
+    _init_lora_A(weight_rI.data, seed, path, getattr(weight_rI, "tp_cut", None))
     layer.train(base.training)
     model.set_submodule(path, layer)
 
 
-def _init_lora_A(weight_rI: torch.Tensor, seed: int, name: str) -> None:
-    """PEFT's start (kaiming uniform with a = sqrt 5: +-1/sqrt(in)), drawn on the CPU from the name's own stream."""
+def _init_lora_A(weight_rI: torch.Tensor, seed: int, name: str, cut: Cut | None = None) -> None:
+    """PEFT's start (kaiming uniform with a = sqrt 5: +-1/sqrt(in)), drawn on the CPU from the name's own stream.
+
+    Of a slice under tensor parallelism the whole is drawn.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    bound = 1 / math.sqrt(weight_rI.shape[-1])
-    weight_rI.copy_(torch.empty(weight_rI.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+    rank, width_in = weight_rI.shape
+    start, stop, width_in = (0, width_in, width_in) if cut is None else cut[1:]
+    bound = 1 / math.sqrt(width_in)
+    whole_rI = torch.empty(rank, width_in, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    weight_rI.copy_(whole_rI[:, start:stop])
 
 
 def _preflight(pool: tuple[Candidate, ...], targets: list[Candidate], rank: int) -> list[PreflightRow]:

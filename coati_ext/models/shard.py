@@ -1,4 +1,4 @@
-"""What a rank holds of a decoder: its pipeline stage, and of each layer its experts.
+"""What a rank holds of a decoder: its pipeline stage, and of each layer its experts and slices of matrices.
 
 Works on real weights and on the meta device, for any transformers 5 decoder: paths stay those of the whole model, and
 the model's own forward stays in use. On a pipeline stage a `PassThrough` stands for every layer, embedding and norm of
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coati_ext.models.targets import structure_of
+from coati_ext.models.tensor_parallel import shard_tensor_parallel
 from coati_ext.moe.experts import shard_experts
 
 
@@ -31,12 +32,15 @@ def shard_decoder(
     model: nn.Module,
     *,
     ep_group: dist.ProcessGroup | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
     layers_per_stage: tuple[int, ...] = (),
     stage: int = 0,
 ) -> None:
     """Keep this rank's part of a whole model, in place; a model that is sharded already is left as it is.
 
     Args:
+        sequence_parallel: see `shard_tensor_parallel`.
         layers_per_stage: decoder layers of each pipeline stage; with one or none the model stays whole.
 
     Raises:
@@ -50,6 +54,8 @@ def shard_decoder(
         raise ValueError(
             f"ep_size={ep_size}, but {structure.class_name} is dense: it has no routed experts to spread. Use --ep 1."
         )
+    if tp_group is not None:
+        shard_tensor_parallel(model, tp_group, sequence_parallel=sequence_parallel)
     if len(layers_per_stage) > 1:
         keep_stage(model, layers_per_stage, stage)
     shard_experts(model, ep_group)

@@ -18,10 +18,13 @@ def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> MoeLoraPlugin:
     settings = _DATA_PARALLEL.get(parallel.plugin)
     if settings is None:
         settings = {
+            "tp_size": parallel.tp,
             "ep_size": parallel.ep,
             "pp_size": parallel.pp,
             "zero_stage": parallel.zero_stage,
             "cpu_offload": parallel.zero_cpu_offload,
             "num_layers_per_stage": parallel.num_layers_per_stage,
+            "enable_sequence_parallelism": parallel.enable_sequence_parallelism,
+            "sequence_parallelism_mode": parallel.sp_mode,
         }
     return MoeLoraPlugin(precision=train.mixed_precision, max_norm=train.grad_clip, **settings)

@@ -54,6 +54,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
     """`MoeHybridParallelPlugin` with the same arguments; what is not right is refused by name.
 
     Args:
+        tp_size: ranks that share each matrix; for dense models.
         pp_size: pipeline stages.
         ep_size: ranks that share the experts of a layer; must divide the number of experts and of data-parallel ranks.
         precision: "bf16", "fp16" or "fp32"; the default is bf16 on accelerators and fp32 on CPUs.
@@ -62,6 +63,8 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         num_layers_per_stage: default: as even as can be, see `checkpoint_io.layout.distribute_layers`.
         max_norm: clip the gradient norm to this; 0 does not clip.
         cpu_offload: keep the optimizer's fp32 parameters and states in host memory.
+        enable_sequence_parallelism: with `sequence_parallelism_mode` "split_gather" (default), cut the hidden states
+            between the matrices of tensor parallelism along the sequence.
         kwargs: the other arguments of `MoeHybridParallelPlugin`; those that size micro-batches have no effect.
 
     Raises:
@@ -90,6 +93,8 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         ignored = [name for name in _KERNEL_SWITCHES if kwargs.pop(name, False)]
         kwargs.setdefault("custom_policy", DecoderPolicy(self.shard))
         kwargs.setdefault("microbatch_size", 1)
+        self.splits_sequence = kwargs.pop("enable_sequence_parallelism", False)
+        kwargs.pop("sequence_parallelism_mode", None)
         super().__init__(tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, precision=precision, zero_stage=1, **kwargs)
         # Upstream turns stage 2 into 1, since its experts get no gradient without a token; these always get one.
         self.zero_stage = zero_stage
@@ -132,7 +137,14 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         """
         stages = self.layout.layers_per_stage(_num_layers(model)) if self.pp_size > 1 else ()
         stage = self.layout.coordinates(self.layout_rank).pp
-        shard_decoder(model, ep_group=self.ep_group, layers_per_stage=stages, stage=stage)
+        shard_decoder(
+            model,
+            ep_group=self.ep_group,
+            tp_group=self.tp_group,
+            sequence_parallel=self.splits_sequence,
+            layers_per_stage=stages,
+            stage=stage,
+        )
 
     def enable_lora(
         self,
@@ -237,11 +249,9 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
 
 
 def _check_layout(tp: int, pp: int, ep: int, sp: int | None, zero_stage: int, kwargs: dict) -> None:
-    for name, size in (("tp_size", tp), ("sp_size", sp or 1)):
-        if size != 1:
-            raise ValueError(f"MoeLoraPlugin: {name}={size} is not built yet; this release runs ep, pp, dp ({name}=1)")
-    if kwargs.get("enable_sequence_parallelism"):
-        raise ValueError("MoeLoraPlugin: enable_sequence_parallelism is not built yet")
+    if (sp or 1) != 1:
+        raise ValueError(f"MoeLoraPlugin: sp_size={sp} is not built yet; use sp_size=1")
+    _check_sequence_parallelism(tp, pp, kwargs)
     if kwargs.get("use_fp8") or kwargs.get("fp8_communication"):
         raise ValueError("MoeLoraPlugin: use_fp8 and fp8_communication are not supported")
     if kwargs.get("overlap_communication"):
@@ -258,6 +268,21 @@ def _check_layout(tp: int, pp: int, ep: int, sp: int | None, zero_stage: int, kw
     if min(tp, pp, ep) < 1 or world_size % (tp * pp * ep):
         raise ValueError(
             f"MoeLoraPlugin: tp_size={tp} x pp_size={pp} x ep_size={ep} does not divide the world size {world_size}"
+        )
+
+
+def _check_sequence_parallelism(tp: int, pp: int, kwargs: dict) -> None:
+    mode = kwargs.get("sequence_parallelism_mode") or "split_gather"
+    if not kwargs.get("enable_sequence_parallelism"):
+        return
+    if mode != "split_gather":
+        raise ValueError(
+            f"MoeLoraPlugin: sequence_parallelism_mode={mode!r} is not supported (colossalai's ring gives wrong "
+            "gradients); accepted: 'split_gather'"
+        )
+    if tp == 1 or pp > 1:
+        raise ValueError(
+            f"MoeLoraPlugin: sequence parallelism by split_gather needs tp_size > 1 and pp_size=1, got {tp}, {pp}"
         )
 
 

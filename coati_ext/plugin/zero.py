@@ -121,6 +121,8 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
     def _num_copies(self, param: nn.Parameter) -> int:
         """Ranks that hold the same shard of this parameter's gradient."""
         copies = dist.get_world_size(self._reduced_over[is_moe_tensor(param)]) if self._zero_stage == 0 else 1
+        if not hasattr(param, "tp_cut"):
+            copies *= dist.get_world_size(self.tp_pg)
         for shared in self.shared_params:
             if shared.get(self.stage_manager.stage) is param:
                 copies *= len(shared)

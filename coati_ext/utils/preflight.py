@@ -107,6 +107,8 @@ def check_layout(parallel: ParallelConfig, model_config: dict[str, Any]) -> None
         raise ValueError(f"--ep {ep}, but the model ({model_type}) is dense: it has no experts to spread. Use --ep 1.")
     if experts and experts % ep:
         raise ValueError(f"--ep {ep} does not divide the model's {experts} experts")
+    if parallel.tp > 1 and experts != 0:
+        raise ValueError(f"--tp {parallel.tp}: tensor parallelism of experts is not built ({model_type}); use --ep")
     layers = model_config.get("text_config", model_config).get("num_hidden_layers")
     if layers is not None and pp > layers:
         raise ValueError(f"--pp {pp} leaves stages without a layer: the model ({model_type}) has {layers}")

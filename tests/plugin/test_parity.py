@@ -23,6 +23,9 @@ LAYOUTS = {  # name: (processes, ep, accumulation steps, other settings of run_l
     "pp 2": (2, 1, 1, {"pp": 2}),
     "pp 2, micro-batches of 3": (2, 1, 2, {"pp": 2, "microbatch_size": 3}),
     "pp 2, one micro-batch": (2, 1, 1, {"pp": 2, "microbatch_size": 8}),
+    "packing": (1, 1, 2, {"packing": True}),
+    "ep 2, packing, checkpointing": (2, 2, 1, {"packing": True, "checkpointing": True}),
+    "pp 2, packing, checkpointing": (2, 1, 2, {"pp": 2, "packing": True, "checkpointing": True}),
     "ep 4": (4, 4, 1, {}),
     "ep 2 x dp 2": (4, 2, 2, {}),
     "ep 2 x pp 2": (4, 2, 1, {"pp": 2}),
@@ -94,11 +97,25 @@ def run_layout_on(family, targets, settings):
     return run_layout(family, targets, 1, 1, **settings)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_a_dense_model_in_data_parallel_equals_one_process(zero_stage):
+DENSE = {
+    "dp 2, ZeRO 0": (2, {"zero_stage": 0}),
+    "dp 2, ZeRO 1": (2, {"zero_stage": 1}),
+    "dp 2, ZeRO 2": (2, {"zero_stage": 2}),
+    "tp 2": (2, {"tp": 2}),
+    "tp 2, ZeRO 0": (2, {"tp": 2, "zero_stage": 0}),
+    "tp 2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp 2, packing, checkpointing": (2, {"tp": 2, "packing": True, "checkpointing": True}),
+    "tp 2 x dp 2": (4, {"tp": 2}),
+    "tp 2 x dp 2, ZeRO 2": (4, {"tp": 2, "zero_stage": 2}),
+    "tp 2 x pp 2": (4, {"tp": 2, "pp": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_gradients_of_a_dense_model_equal_one_process(layout):
+    processes, settings = DENSE[layout]
     losses, norms, grads = cached_reference("llama", None)
-    settings = {"zero_stage": zero_stage}
-    for rank_losses, rank_norms, rank_grads in pool(2).run(run_layout_with, "llama", 1, 2, settings):
+    for rank_losses, rank_norms, rank_grads in pool(processes).run(run_layout_with, "llama", 1, 2, settings):
         assert rank_losses == pytest.approx(losses, rel=TOLERANCE)
         assert rank_norms == pytest.approx(norms, rel=TOLERANCE)
         assert_same_gradients(rank_grads, grads)

@@ -59,7 +59,9 @@ def finetune(config: FinetuneConfig) -> None:
         skip_nonfinite=config.train.skip_nonfinite,
         save_dir=config.output.save_dir,
     )
-    summary = setup.fit(config, trainer)
+    summary = setup.fit(config, trainer, len(dataset))
+    if summary["stopped"]:
+        return
     setup.check_router(router_before, frozen_router_hash(part))
     setup.save(config, booster, model, tokenizer, summary)
 

@@ -33,12 +33,13 @@ from coati_ext.checkpoint_io.names import expert_names
 from coati_ext.models.lora import inject_lora
 from coati_ext.models.shard import shard_decoder
 from coati_ext.models.targets import structure_of
+from coati_ext.models.tensor_parallel_layers import Cut
 from coati_ext.moe.experts import MoeExperts
 from coati_ext.plugin.checkpoint import MoeLoraCheckpointIO
 from coati_ext.plugin.module import DecoderModule
 from coati_ext.plugin.policy import DecoderPolicy
 from coati_ext.plugin.schedule import MicroBatchSchedule
-from coati_ext.plugin.zero import DecoderZeroOptimizer
+from coati_ext.plugin.zero import NO_ADAPTER, DecoderZeroOptimizer
 
 # Accepted because colossalai's scripts pass them; they only choose kernels, which transformers chooses here.
 _KERNEL_SWITCHES = (
@@ -175,7 +176,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             load_adapter(model, pretrained_dir, pp_group=self.pp_group if self.pp_size > 1 else None)
         if not any(p.requires_grad for p in model.parameters()):
             # An optimizer needs a parameter. This one is in no forward, so it gets no gradient and is never changed.
-            model.register_parameter("no_adapter_on_this_stage", nn.Parameter(torch.zeros(1)))
+            model.register_parameter(NO_ADAPTER, nn.Parameter(torch.zeros(1)))
         return model
 
     def configure(
@@ -242,7 +243,9 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         An expert's gradient already holds the sum over its EP group (the tokens came from there), and ZeRO divides by
         the MoE-DP size only; the EP size is what is missing.
         """
+        first, last = experts.first_expert, experts.first_expert + experts.num_local_experts
         for parameter in experts.parameters():
+            parameter.ep_cut = Cut(0, first, last, experts.num_experts)
             parameter.ep_group = self.ep_group  # colossalai's mark of a MoE tensor (tensor/moe_tensor/api.py)
             if parameter.requires_grad and self.ep_size > 1:
                 parameter.register_hook(lambda grad, scale=1 / self.ep_size: grad * scale)

@@ -17,6 +17,10 @@ from colossalai.tensor.moe_tensor.api import is_moe_tensor
 from torch import nn
 from torch.optim import Optimizer
 
+from coati_ext.checkpoint_io.training_state import Piece, TrainingState
+from coati_ext.plugin.optimizer_state import kinds_of, pieces_of, read_parameter
+
+NO_ADAPTER = "no_adapter_on_this_stage"
 _REDUCED_AT_ONCE = 25_000_000  # gradient elements of one all-reduce under stage 0
 
 
@@ -73,6 +77,56 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
                 for master in masters:
                     master.grad = None
             raise
+
+    def state_pieces(self) -> dict[Piece, torch.Tensor]:
+        """fp32 parameters and states of the optimizer that this rank holds; what several hold, on one of them."""
+        pieces: dict[Piece, torch.Tensor] = {}
+        for name, param in self._named_working_params():
+            if self._is_first_holder(param):
+                master = self.working_to_master_param[id(param)]
+                state = self.optim.state.get(master, {})
+                pieces.update(pieces_of(name, param, master, state, shard=self._shard(param)))
+        return pieces
+
+    def shared_state(self) -> dict[str, Any]:
+        """JSON that is alike on all ranks: the names of the states, and fp16's loss scale."""
+        shared: dict[str, Any] = {"optimizer_states": kinds_of(self.optim.state), "loss_scale": None}
+        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+        if scaler is not None:
+            shared["loss_scale"] = [scaler.scale.item(), scaler._growth_step, scaler._hysteresis_step]
+        kinds: list = [None] * dist.get_world_size()
+        dist.all_gather_object(kinds, shared["optimizer_states"])  # a stage without an adapter has none
+        shared["optimizer_states"] = [list(dict.fromkeys(k for rank in kinds for k in rank[i])) for i in (0, 1)]
+        return shared
+
+    def load_state(self, saved: TrainingState) -> None:
+        """Take up what `state_pieces` and `shared_state` gave, under this or another layout.
+
+        Raises:
+            ValueError: the saved state is of another adapter or model; names the tensor.
+        """
+        for name, param in self._named_working_params():
+            master = self.working_to_master_param[id(param)]
+            self.optim.state[master] = read_parameter(
+                saved, name, param, master, shard=self._shard(param), rank=dist.get_rank()
+            )
+        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+        if scaler is not None and saved.shared_state["loss_scale"] is not None:
+            scale, scaler._growth_step, scaler._hysteresis_step = saved.shared_state["loss_scale"]
+            scaler._scale.fill_(scale)
+
+    def _named_working_params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        working = {id(param) for param in self._working_params()}
+        for name, param in self.model.unwrap(unwrap_peft=False).named_parameters():
+            if id(param) in working and name != NO_ADAPTER:
+                yield name, param
+
+    def _shard(self, param: nn.Parameter) -> int:
+        return dist.get_rank(self.param_to_pg[param])
+
+    def _is_first_holder(self, param: nn.Parameter) -> bool:
+        of_data = self._zero_stage > 0 or dist.get_rank(self._reduced_over[is_moe_tensor(param)]) == 0
+        return of_data and (hasattr(param, "tp_cut") or dist.get_rank(self.tp_pg) == 0)
 
     def sync_dp_grads(self) -> None:
         self._sync_grad()

@@ -20,6 +20,7 @@ from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConver
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
+from coati_ext.trainer.state import StateKeeper, drop_later_lines
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
@@ -75,7 +76,8 @@ def make_dataloader(
         dist.get_world_size(dp_group),
         seed=config.train.seed,
     )
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    # A generator of its own: iterating draws a number, which would move the dropout of a resumed run.
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
 
 
 def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
@@ -139,24 +141,40 @@ def make_optimizer(train: TrainConfig, model: nn.Module, num_batches: int) -> tu
     return optimizer, LambdaLR(optimizer, cosine_with_warmup(steps, warmup))
 
 
-def fit(config: FinetuneConfig, trainer: SFTTrainer) -> dict[str, Any]:
-    """Train; returns the run's summary (losses, steps, seconds)."""
+def fit(config: FinetuneConfig, trainer: SFTTrainer, num_samples: int) -> dict[str, Any]:
+    """Train, from the state of `--resume` on; returns the run's summary (losses, steps, seconds, how it ended)."""
     main = dist.get_rank() == 0
     save_dir = Path(config.output.save_dir)
+    metrics = save_dir / "metrics.jsonl"
+    keeper = StateKeeper(
+        trainer,
+        save_dir=save_dir,
+        settings=flatten_config(config),
+        num_samples=num_samples,
+        save_interval=config.output.save_interval,
+        keep_last=config.output.keep_last,
+    )
+    if config.output.resume is not None:
+        keeper.resume(config.output.resume)
+    if main:
+        drop_later_lines(metrics, trainer.step)
     logger = MetricsLogger(
-        config.output.tensorboard_dir or save_dir / "tensorboard", save_dir / "metrics.jsonl", enabled=main
+        config.output.tensorboard_dir or save_dir / "tensorboard", metrics, enabled=main, first_step=trainer.step + 1
     )
     start = time.perf_counter()
     try:
-        losses = trainer.fit(logger, show_progress=main)
+        with keeper:
+            losses = trainer.fit(logger, show_progress=main, after_step=keeper.after_step)
     finally:
         logger.close()
     return {
-        "steps": len(losses),
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
+        "steps": trainer.step,
+        "loss_first": trainer.loss_first,
+        "loss_last": losses[-1] if losses else trainer.loss_first,
         "seconds": round(time.perf_counter() - start, 1),
         "memory_gb": round(peak_memory_gb(), 2),
+        "num_skipped": trainer.num_skipped,
+        "stopped": keeper.stopped_by is not None,
     }
 
 
@@ -177,6 +195,8 @@ def save(
         "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
     }
     booster.checkpoint_io.save_lora_as_pretrained(model, str(adapter), tokenizer=tokenizer, card=card)
+    if summary["num_skipped"]:
+        print_rank_0(f"{summary['num_skipped']} steps were not finite and left out (see skipped in metrics.jsonl)")
     print_rank_0(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "
         f"{summary['loss_last']:.4f}, peak memory {summary['memory_gb']} GB on rank 0",

@@ -88,6 +88,7 @@ class SFTTrainer:
         self.device = current_device()
         self.step = 0  # optimizer steps done
         self.num_skipped = 0
+        self.loss_first: float | None = None
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.
@@ -206,6 +207,7 @@ class SFTTrainer:
                 lr = self.lr_scheduler.get_last_lr()[0]
                 result = self.train_step(micro_batches)
                 self.step += 1
+                self.loss_first = result.loss if self.loss_first is None else self.loss_first
                 tokens_per_s = result.num_tokens / (time.perf_counter() - start)
                 losses.append(result.loss)
                 bar.set_postfix_str(_postfix(result, tokens_per_s), refresh=False)

@@ -12,15 +12,18 @@ class MetricsLogger:
         tensorboard_dir: made if missing.
         jsonl_path: appended to, flushed at every step, so that a killed run keeps what it had.
         enabled: true on rank 0 only.
+        first_step: TensorBoard drops what an interrupted run wrote from this step on.
     """
 
-    def __init__(self, tensorboard_dir: str | Path, jsonl_path: str | Path, *, enabled: bool):
+    def __init__(
+        self, tensorboard_dir: str | Path, jsonl_path: str | Path, *, enabled: bool, first_step: int | None = None
+    ):
         self._writer = self._jsonl = None
         if not enabled:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(tensorboard_dir))
+        self._writer = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
         self._jsonl = open(jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 (held open for the run, closed in close)
 
     def log(self, step: int, scalars: dict[str, float], **extra: Any) -> None:

@@ -57,7 +57,7 @@ def error_of(kwargs: dict) -> str:
         ({"zero_stage": 3}, "zero_stage must be 0, 1 or 2, got 3"),
         ({"zero_stage": 2, "pp_size": 2}, "zero_stage=2 with pp_size=2"),
         ({"precision": "fp8"}, "precision must be"),
-        ({"enable_sequence_parallelism": True}, "split_gather needs tp_size > 1 and pp_size=1, got 1 and 1"),
+        ({"enable_sequence_parallelism": True}, "split_gather needs tp_size > 1 and pp_size=1, got 1, 1"),
         ({"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring", "tp_size": 2}, "wrong gradients"),
         ({"overlap_communication": True}, "overlap_communication"),
         ({"use_fp8": True}, "use_fp8"),

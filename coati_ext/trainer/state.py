@@ -1,0 +1,183 @@
+"""Save and take up the state of a training: when, with what, and whether it fits the run that takes it up."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from coati_ext.checkpoint_io.training_state import TrainingState, agree_on_training_state, save_training_state
+from coati_ext.trainer.sft import SFTTrainer
+from coati_ext.utils.launch import print_rank_0
+from coati_ext.utils.preemption import PreemptionGuard
+
+CHECKPOINTS_DIR = "checkpoints"
+# Flags that may differ between a run and its continuation without a word.
+_FREE = {"save_dir", "tensorboard_dir", "config_file", "resume", "save_interval", "keep_last", "config", "init_adapter"}
+
+
+class StateKeeper:
+    """Saves every `save_interval` steps, and at the step after which a signal asks to stop.
+
+    Args:
+        save_dir: of the run; states go to its folder checkpoints.
+        settings: the run's resolved flags; a continuation is told which of them differ.
+        num_samples: of the data set; a continuation must have as many.
+    """
+
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        *,
+        save_dir: str | Path,
+        settings: dict[str, Any],
+        num_samples: int,
+        save_interval: int = 0,
+        keep_last: int = 2,
+    ):
+        self.trainer, self.root = trainer, Path(save_dir) / CHECKPOINTS_DIR
+        self.settings, self.num_samples = settings, num_samples
+        self.save_interval, self.keep_last = save_interval, keep_last
+        self.loss_first: float | None = None
+        self.guard = PreemptionGuard()
+        self.stopped_by: str | None = None
+
+    def __enter__(self) -> "StateKeeper":
+        self.guard.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.guard.__exit__(*exception)
+
+    def after_step(self, trainer: SFTTrainer) -> bool:
+        """The `after_step` of `SFTTrainer.fit`: whether to stop."""
+        stop = self.guard.requested(dist.group.WORLD)
+        if stop or (self.save_interval and trainer.step % self.save_interval == 0):
+            directory = self.save()
+            if stop:
+                self.stopped_by = self.guard.received.name if self.guard.received else "a signal to another rank"
+                print_rank_0(
+                    f"stopped by {self.stopped_by} after step {trainer.step}; state saved in {directory}; "
+                    "go on with the same command and --resume latest"
+                )
+        return stop
+
+    def save(self) -> Path:
+        """Write the state of this moment; a collective."""
+        trainer = self.trainer
+        shared = {
+            "settings": self.settings,
+            "num_samples": self.num_samples,
+            "global_batch": self._global_batch(),
+            "num_steps": trainer.num_steps,
+            "num_skipped": trainer.num_skipped,
+            "loss_first": trainer.loss_first,
+            "lr_schedule_position": trainer.lr_scheduler.last_epoch,
+            **trainer.optimizer.shared_state(),
+        }
+        return save_training_state(
+            self.root,
+            trainer.step,
+            pieces=trainer.optimizer.state_pieces(),
+            rank_state=random_states(),
+            shared_state=shared,
+            keep_last=self.keep_last,
+            group=dist.group.WORLD,
+        )
+
+    def resume(self, which: str) -> bool:
+        """Take up the state `which`: "latest" of this run's directory, a state's directory, or another run's.
+
+        Returns:
+            Whether there was one; only "latest" may find none, and training then begins at the start.
+
+        Raises:
+            ValueError: it is damaged, or of another model, adapter, data set or global batch.
+        """
+        root = Path(which) / CHECKPOINTS_DIR
+        root, which = (root, "latest") if which != "latest" and root.is_dir() else (self.root, which)
+        saved = agree_on_training_state(root, dist.group.WORLD, which=which)
+        if saved is None:
+            print_rank_0(f"no state in {root} to resume from: training begins at the start")
+            return False
+        self._check(saved)
+        trainer = self.trainer
+        trainer.optimizer.load_state(saved)
+        schedule, position = trainer.lr_scheduler, saved.shared_state["lr_schedule_position"]
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": position, "_step_count": position + 1})
+        schedule._last_lr = schedule.get_lr()  # of this run's schedule, which may be another
+        for group, lr in zip(trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = lr
+        trainer.step = saved.step
+        trainer.num_skipped, trainer.loss_first = saved.shared_state["num_skipped"], saved.shared_state["loss_first"]
+        own = saved.rank_state(dist.get_rank())
+        if own is not None:
+            restore_random_states(own)
+        print_rank_0(f"resumed from {saved.directory}: {saved.step} of {trainer.num_steps} steps are done")
+        return True
+
+    def _global_batch(self) -> int:
+        sampler = self.trainer.dataloader.batch_sampler
+        return sampler.batch_size * sampler.dp_size * self.trainer.accumulation_steps
+
+    def _check(self, saved: TrainingState) -> None:
+        then = saved.shared_state
+        for what, now, flag in (
+            ("num_samples", self.num_samples, "--dataset"),
+            ("global_batch", self._global_batch(), "--batch_size x data-parallel ranks x --accumulation_steps"),
+        ):
+            if then[what] != now:
+                raise ValueError(
+                    f"{saved.directory} was saved with {what.replace('_', ' ')} {then[what]}, this run has {now}: "
+                    f"the data position would be another. Give the same {flag}"
+                )
+        changed = {
+            key: (then["settings"].get(key), value)
+            for key, value in self.settings.items()
+            if key not in _FREE and then["settings"].get(key) != value
+        }
+        if changed:
+            shown = ", ".join(f"--{key} {before} -> {after}" for key, (before, after) in changed.items())
+            print_rank_0(f"resumed with other flags than saved: {shown}")
+
+
+def random_states() -> dict[str, Any]:
+    """Of this rank's generators, as JSON and tensors."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    states = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """The inverse of `random_states`."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = states["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def drop_later_lines(file: Path, step: int) -> None:
+    """Cut a metrics file after the line of `step`: the steps after it will be done again."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue  # cut short by a kill
+    file.write_text("".join(kept))

@@ -14,15 +14,18 @@ _SHOWN = 3
 
 
 def report_nonfinite(
-    model: nn.Module, forward: Callable[[list[Batch]], None], batches: list[Batch], *, step: int, save_dir: str | None
+    model: nn.Module, repeat: Callable[[], None], batches: list[Batch], *, step: int, save_dir: str | None
 ) -> str:
-    """A sentence on the first cause found, the same on every rank; a collective, for the forward is run again.
+    """A sentence on the first cause found, the same on every rank; a collective.
 
     Each rank that found something writes its micro-batches to `save_dir`/nonfinite.
+
+    Args:
+        repeat: does the forward and, if it can, the backward of the step again, on all ranks together.
     """
     weights = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
+    module = _first_module(model, repeat)
     gradients = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    module = _first_module(model, lambda: forward(batches))
     mine = _describe(weights, module, gradients)
     rank, found = dist.get_rank(), [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -32,7 +35,7 @@ def report_nonfinite(
     dist.all_gather_object(found, mine)
     first = next(((number, text) for number, text in enumerate(found) if text is not None), None)
     if first is None:
-        return "No tensor of the forward is: look for an overflow in the backward pass (try bf16 or fp32)."
+        return "Done again, the step is finite: look for a kernel that is not deterministic, or a failing device."
     return f"On rank {first[0]} {first[1]}."
 
 
@@ -50,7 +53,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _first_module(model: nn.Module, forward: Callable[[], None]) -> str | None:
+def _first_module(model: nn.Module, repeat: Callable[[], None]) -> str | None:
     """Name of the module that is the first to give a tensor with a NaN or an infinity; leaves before their parents."""
     found: list[str] = []
 
@@ -66,7 +69,7 @@ def _first_module(model: nn.Module, forward: Callable[[], None]) -> str | None:
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
     try:
-        forward()
+        repeat()
     finally:
         for handle in handles:
             handle.remove()

@@ -159,8 +159,9 @@ class SFTTrainer:
         return self.booster.no_sync(self.model, self.optimizer)
 
     def _not_finite(self, what: str, micro_batches: list[Batch], loss: float, counts: dict[str, int]) -> StepResult:
+        self.optimizer.zero_grad()
         cause = report_nonfinite(
-            self.model, self._forward_only, micro_batches, step=self.step + 1, save_dir=self.save_dir
+            self.model, lambda: self._repeat(micro_batches), micro_batches, step=self.step + 1, save_dir=self.save_dir
         )
         self.optimizer.zero_grad()
         if not self.skip_nonfinite:
@@ -168,15 +169,15 @@ class SFTTrainer:
         self.num_skipped += 1
         return StepResult(loss=loss, grad_norm=None, skip_reason=f"{what}. {cause}", **counts)
 
-    def _forward_only(self, micro_batches: list[Batch]) -> None:
-        with torch.no_grad():
-            if self.pp_group is None:
+    def _repeat(self, micro_batches: list[Batch]) -> None:
+        """Forward and backward again, with each rank's own gradients left on the parameters."""
+        can_wait = self.booster.plugin.support_no_sync()
+        with torch.set_grad_enabled(can_wait), self._no_sync(is_last=False):
+            if can_wait:
+                self._forward_backward(micro_batches, 1.0)
+            else:  # there is no pipeline then
                 for batch in micro_batches:
                     self.model(**model_inputs(batch))
-                return
-            rows = self._rows(micro_batches)
-            with self.model.no_sync():
-                self.booster.execute_pipeline(iter([rows]), self.model, lambda output, batch: output.logits.sum(), None)
 
     def fit(
         self,

@@ -1,6 +1,5 @@
 """Where a NaN or an infinity began: the first module of the forward, or the adapter tensors, that are not finite."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,34 +25,36 @@ def report_nonfinite(
     weights = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
     module = _first_module(model, repeat)
     gradients = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    mine = _describe(weights, module, gradients)
-    rank, found = dist.get_rank(), [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    causes = (
+        ("weights are not finite: {} (lower --lr, or the base weights are broken)", weights),
+        ("the first output that is not finite is that of {}", module),
+        ("gradients are not finite: {}", gradients),
+    )
+    mine = next(((kind, text.format(_some(names))) for kind, (text, names) in enumerate(causes) if names), None)
+    rank = dist.get_rank()
     if mine is not None and save_dir is not None:
-        file = _save(batches, Path(save_dir) / "nonfinite" / f"step-{step:08d}-rank-{rank:05d}.safetensors", mine)
-        mine = f"{mine}; its micro-batches are in {file}"
+        file = Path(save_dir) / "nonfinite" / f"step-{step:08d}-rank-{rank:05d}.safetensors"
+        try:
+            _save(batches, file, mine[1])
+            mine = (mine[0], f"{mine[1]}; its micro-batches are in {file}")
+        except OSError as error:  # other ranks wait for this one
+            mine = (mine[0], f"{mine[1]}; its micro-batches could not be saved ({error})")
+    found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    first = next(((number, text) for number, text in enumerate(found) if text is not None), None)
+    first = min(
+        ((*cause, number) for number, cause in enumerate(found) if cause), default=None, key=lambda c: (c[0], c[2])
+    )
     if first is None:
         return "Done again, the step is finite: look for a kernel that is not deterministic, or a failing device."
-    return f"On rank {first[0]} {first[1]}."
-
-
-def _describe(weights: list[str], module: str | None, gradients: list[str]) -> str | None:
-    if weights:
-        return f"weights are not finite: {_some(weights)} (lower --lr, or the base weights are broken)"
-    if module is not None:
-        return f"the first output that is not finite is that of {module}"
-    if gradients:
-        return f"gradients are not finite: {_some(gradients)}"
-    return None
+    return f"On rank {first[2]} {first[1]}."
 
 
 def _some(names: list[str]) -> str:
+    names = [name.removeprefix("module.") for name in names]
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _first_module(model: nn.Module, repeat: Callable[[], None]) -> str | None:
+def _first_module(model: nn.Module, repeat: Callable[[], None]) -> list[str]:
     """Name of the module that is the first to give a tensor with a NaN or an infinity; leaves before their parents."""
     found: list[str] = []
 
@@ -63,7 +64,7 @@ def _first_module(model: nn.Module, repeat: Callable[[], None]) -> str | None:
             if not found and any(
                 isinstance(t, torch.Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors
             ):
-                found.append(name.removeprefix("module."))
+                found.append(name)
 
         return check
 
@@ -73,11 +74,10 @@ def _first_module(model: nn.Module, repeat: Callable[[], None]) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return found
 
 
-def _save(batches: list[Batch], file: Path, cause: str) -> Path:
+def _save(batches: list[Batch], file: Path, cause: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{index}.{key}": t.cpu().clone() for index, batch in enumerate(batches) for key, t in batch.items()}
-    save_file(tensors, file, metadata={"cause": json.dumps(cause)})
-    return file
+    save_file(tensors, file, metadata={"cause": cause})

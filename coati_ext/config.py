@@ -115,16 +115,15 @@ class ParallelConfig:
         self._check_sequence_parallelism()
 
     def _check_sequence_parallelism(self) -> None:
-        if self.sp > 1:
-            raise ValueError(f"--sp {self.sp} is not built yet; use --sp 1")
-        if not self.enable_sequence_parallelism:
-            return
-        if self.sp_mode == "ring":
-            raise ValueError("--sp_mode ring gives wrong gradients in colossalai 0.5.0; use split_gather with --tp")
-        if self.sp_mode == "split_gather" and (self.tp == 1 or self.pp > 1):
+        if self.enable_sequence_parallelism and self.sp_mode == "ring":
+            raise ValueError("--sp_mode ring gives wrong gradients in colossalai 0.5.0; use all_to_all or split_gather")
+        ulysses = self.enable_sequence_parallelism and self.sp_mode == "all_to_all"
+        if ulysses != (self.sp > 1) or (ulysses and self.tp > 1):
+            raise ValueError(
+                "--sp above 1, --enable_sequence_parallelism and --sp_mode all_to_all go together, without --tp"
+            )
+        if self.enable_sequence_parallelism and not ulysses and (self.tp == 1 or self.pp > 1):
             raise ValueError(f"--sp_mode split_gather needs --tp above 1 and --pp 1, got --tp {self.tp} --pp {self.pp}")
-        if self.sp_mode == "all_to_all":
-            raise ValueError("--sp_mode all_to_all is not built yet; use split_gather with --tp")
 
 
 @dataclass(kw_only=True)
@@ -187,6 +186,8 @@ class FinetuneConfig:
     output: OutputConfig
 
     def __post_init__(self) -> None:
+        if self.data.packing and self.parallel.sp > 1:
+            raise ValueError("--packing with --sp: the ranks would mix the samples of a row; use one of them")
         if self.lora.lora_rank == 0 and self.lora.init_adapter is None:
             raise ValueError("--lora_rank 0 is full fine-tuning, which is not built yet; give a rank such as 8")
 

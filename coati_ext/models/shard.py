@@ -93,9 +93,11 @@ def stage_forward(
 
     Args:
         hidden_states: of the stage before; None on the first.
-        batch: input_ids (B, S), attention_mask or position_ids, the same on every stage; labels are left aside.
+        batch: input_ids (B, S), attention_mask or position_ids, the same on every stage; what
+            supervises is left aside.
     """
-    batch.pop("labels", None)
+    for supervision in ("labels", "targets"):
+        batch.pop(supervision, None)
     if not is_first:
         del batch["input_ids"]
         batch["inputs_embeds"] = hidden_states

@@ -21,6 +21,7 @@ def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> MoeLoraPlugin:
             "tp_size": parallel.tp,
             "ep_size": parallel.ep,
             "pp_size": parallel.pp,
+            "sp_size": parallel.sp,
             "zero_stage": parallel.zero_stage,
             "cpu_offload": parallel.zero_cpu_offload,
             "num_layers_per_stage": parallel.num_layers_per_stage,

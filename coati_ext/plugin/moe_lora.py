@@ -31,6 +31,7 @@ from coati_ext.checkpoint_io.adapter import load_adapter, lora_config_from_adapt
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.names import expert_names
 from coati_ext.models.lora import inject_lora
+from coati_ext.models.sequence_parallel import shard_sequence
 from coati_ext.models.shard import shard_decoder
 from coati_ext.models.targets import structure_of
 from coati_ext.models.tensor_parallel_layers import Cut
@@ -64,8 +65,10 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         num_layers_per_stage: default: as even as can be, see `checkpoint_io.layout.distribute_layers`.
         max_norm: clip the gradient norm to this; 0 does not clip.
         cpu_offload: keep the optimizer's fp32 parameters and states in host memory.
-        enable_sequence_parallelism: with `sequence_parallelism_mode` "split_gather" (default), cut the hidden states
-            between the matrices of tensor parallelism along the sequence.
+        sp_size: ranks that share each row of a batch, under `sequence_parallelism_mode` "all_to_all".
+        enable_sequence_parallelism: with the mode "split_gather" (default), cut the hidden states between the matrices
+            of tensor parallelism along the sequence; with "all_to_all" each rank has a part of the row and attention
+            exchanges heads for it (Ulysses).
         kwargs: the other arguments of `MoeHybridParallelPlugin`; those that size micro-batches have no effect.
 
     Raises:
@@ -83,20 +86,27 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         num_layers_per_stage: list[int] | None = None,
         **kwargs,
     ):
+        sp_size = sp_size or 1
         _check_layout(tp_size, pp_size, ep_size, sp_size, zero_stage, kwargs)
         if precision is None:
             precision = "fp32" if get_accelerator().name == "cpu" else "bf16"
         if precision not in _DTYPES:
             raise ValueError(f"precision must be bf16, fp16 or fp32, got {precision!r}")
-        dp_size = dist.get_world_size() // (tp_size * pp_size)
+        dp_size = dist.get_world_size() // (tp_size * pp_size * sp_size)
         layers = tuple(num_layers_per_stage) if num_layers_per_stage else None
         self.layout = Layout(ep=ep_size, pp=pp_size, tp=tp_size, dp=dp_size, num_layers_per_stage=layers)
         ignored = [name for name in _KERNEL_SWITCHES if kwargs.pop(name, False)]
         kwargs.setdefault("custom_policy", DecoderPolicy(self.shard))
         kwargs.setdefault("microbatch_size", 1)
-        self.splits_sequence = kwargs.pop("enable_sequence_parallelism", False)
-        kwargs.pop("sequence_parallelism_mode", None)
+        mode = kwargs.pop("sequence_parallelism_mode", None) or "split_gather"
+        self.splits_sequence = kwargs.pop("enable_sequence_parallelism", False) and mode == "split_gather"
+        if sp_size > 1:
+            kwargs |= {"sp_size": sp_size, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
         super().__init__(tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, precision=precision, zero_stage=1, **kwargs)
+        self.shard_config.enable_sequence_parallelism = False  # what colossalai would do for it is done here
+        if sp_size > 1:
+            axes = [self.moe_dp_axis, self.sp_axis]
+            self.moe_dp_group = self.pg_mesh.create_group_along_axis(axes)  # upstream's leaves the sp ranks out
         # Upstream turns stage 2 into 1, since its experts get no gradient without a token; these always get one.
         self.zero_stage = zero_stage
         self.zero_config["partition_grad"] = zero_stage == 2
@@ -146,6 +156,8 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             layers_per_stage=stages,
             stage=stage,
         )
+        if self.sp_size > 1:
+            shard_sequence(model, self.sp_group)
 
     def enable_lora(
         self,
@@ -251,10 +263,8 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
                 parameter.register_hook(lambda grad, scale=1 / self.ep_size: grad * scale)
 
 
-def _check_layout(tp: int, pp: int, ep: int, sp: int | None, zero_stage: int, kwargs: dict) -> None:
-    if (sp or 1) != 1:
-        raise ValueError(f"MoeLoraPlugin: sp_size={sp} is not built yet; use sp_size=1")
-    _check_sequence_parallelism(tp, pp, kwargs)
+def _check_layout(tp: int, pp: int, ep: int, sp: int, zero_stage: int, kwargs: dict) -> None:
+    _check_sequence_parallelism(tp, pp, sp, kwargs)
     if kwargs.get("use_fp8") or kwargs.get("fp8_communication"):
         raise ValueError("MoeLoraPlugin: use_fp8 and fp8_communication are not supported")
     if kwargs.get("overlap_communication"):
@@ -268,24 +278,27 @@ def _check_layout(tp: int, pp: int, ep: int, sp: int | None, zero_stage: int, kw
             f"MoeLoraPlugin: zero_stage=2 with pp_size={pp} would reduce at every micro-batch; use zero_stage=1"
         )
     world_size = dist.get_world_size()
-    if min(tp, pp, ep) < 1 or world_size % (tp * pp * ep):
-        raise ValueError(
-            f"MoeLoraPlugin: tp_size={tp} x pp_size={pp} x ep_size={ep} does not divide the world size {world_size}"
-        )
+    if min(tp, pp, ep, sp) < 1 or world_size % (tp * pp * ep * sp):
+        sizes = f"tp_size={tp} x pp_size={pp} x sp_size={sp} x ep_size={ep}"
+        raise ValueError(f"MoeLoraPlugin: {sizes} does not divide the world size {world_size}")
 
 
-def _check_sequence_parallelism(tp: int, pp: int, kwargs: dict) -> None:
-    mode = kwargs.get("sequence_parallelism_mode") or "split_gather"
+def _check_sequence_parallelism(tp: int, pp: int, sp: int, kwargs: dict) -> None:
     if not kwargs.get("enable_sequence_parallelism"):
+        if sp > 1:
+            raise ValueError(f"MoeLoraPlugin: sp_size={sp} needs enable_sequence_parallelism=True")
         return
-    if mode != "split_gather":
+    mode = kwargs.get("sequence_parallelism_mode") or "split_gather"
+    if mode not in ("split_gather", "all_to_all"):
         raise ValueError(
             f"MoeLoraPlugin: sequence_parallelism_mode={mode!r} is not supported (colossalai's ring gives wrong "
-            "gradients); accepted: 'split_gather'"
+            "gradients); accepted: 'split_gather', 'all_to_all'"
         )
-    if tp == 1 or pp > 1:
+    if mode == "all_to_all" and (sp == 1 or tp > 1):
+        raise ValueError(f"MoeLoraPlugin: all_to_all needs sp_size > 1 and tp_size=1, got {sp} and {tp}")
+    if mode == "split_gather" and (tp == 1 or pp > 1 or sp > 1):
         raise ValueError(
-            f"MoeLoraPlugin: sequence parallelism by split_gather needs tp_size > 1 and pp_size=1, got {tp}, {pp}"
+            f"MoeLoraPlugin: split_gather needs tp_size > 1 and no pp_size or sp_size, got {tp}, {pp} and {sp}"
         )
 
 

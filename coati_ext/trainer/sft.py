@@ -21,6 +21,7 @@ from tqdm import tqdm
 from coati_ext.dataset.collator import split_rows
 from coati_ext.dataset.packing import model_inputs, num_real_tokens
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
+from coati_ext.models.sequence_parallel import sequence_chunk
 from coati_ext.moe.load import expert_load, reset_expert_load
 from coati_ext.trainer.nonfinite import report_nonfinite
 from coati_ext.utils.device import current_device, peak_memory_gb
@@ -53,7 +54,8 @@ class SFTTrainer:
         booster, model, optimizer: after `booster.boost`; the optimizer's `get_grad_norm` gives the global norm.
         dataloader: micro-batches of input_ids, labels and attention_mask or position_ids; the same number on every
             rank. If its batch sampler has `set_epoch`, it is called before each epoch.
-        dp_group: the ranks that see different data.
+        dp_group: the ranks that see different tokens, over which the plugin averages gradients.
+        sp_group: the ranks that share each row (sequence parallelism); None without.
         pp_group: the stages of this rank's pipeline; None without one.
         microbatch_size: rows that go through the pipeline at a time.
         max_steps: end after this many optimizer steps.
@@ -71,6 +73,7 @@ class SFTTrainer:
         dataloader: Iterable[Batch],
         dp_group: dist.ProcessGroup,
         pp_group: dist.ProcessGroup | None = None,
+        sp_group: dist.ProcessGroup | None = None,
         microbatch_size: int = 1,
         num_epochs: int = 1,
         accumulation_steps: int = 1,
@@ -79,7 +82,8 @@ class SFTTrainer:
         save_dir: str | None = None,
     ):
         self.booster, self.model, self.optimizer, self.lr_scheduler = booster, model, optimizer, lr_scheduler
-        self.dataloader, self.dp_group, self.pp_group = dataloader, dp_group, pp_group
+        self.dataloader = dataloader
+        self.dp_group, self.pp_group, self.sp_group = dp_group, pp_group, sp_group
         self.microbatch_size = microbatch_size
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
@@ -96,10 +100,10 @@ class SFTTrainer:
         Raises:
             ValueError: the loss or the gradient norm is not finite (on every rank alike), with where it began.
         """
-        micro_batches = [{k: v.to(self.device) for k, v in batch.items()} for batch in micro_batches]
+        micro_batches = [self._mine(batch) for batch in micro_batches]
         counts = torch.stack(
             [
-                sum(num_supervised_tokens(batch["labels"]) for batch in micro_batches),
+                sum(_num_supervised(batch) for batch in micro_batches),
                 sum(num_real_tokens(batch) for batch in micro_batches),
             ]
         )
@@ -109,7 +113,7 @@ class SFTTrainer:
         dp_size = dist.get_world_size(self.dp_group)
 
         # The plugin averages gradients over dp; their sum is wanted, over one denominator.
-        loss = self._forward_backward(micro_batches, num_supervised / dp_size)
+        loss = self._forward_backward(micro_batches, max(num_supervised, 1) / dp_size)
         dist.all_reduce(loss, group=self.dp_group)
         loss = loss.item() / dp_size
         if not math.isfinite(loss):
@@ -128,7 +132,8 @@ class SFTTrainer:
         """Gradients of sum(token losses) / num_tokens; returns that loss, on every stage of a pipeline."""
 
         def criterion(output: Any, batch: Batch) -> torch.Tensor:
-            return self.criterion(output.logits, batch["labels"], num_tokens=num_tokens)
+            labels, shifted = _supervision(batch)
+            return self.criterion(output.logits, labels, num_tokens=num_tokens, shifted=shifted)
 
         loss = torch.zeros((), device=self.device)
         if self.pp_group is not None:
@@ -147,10 +152,18 @@ class SFTTrainer:
             loss += part.detach()
         return loss
 
+    def _mine(self, batch: Batch) -> Batch:
+        """On the device; under sequence parallelism this rank's part of each row."""
+        batch = {name: value.to(self.device) for name, value in batch.items()}
+        if self.sp_group is None:
+            return batch
+        return sequence_chunk(batch, dist.get_rank(self.sp_group), dist.get_world_size(self.sp_group))
+
     def _rows(self, micro_batches: list[Batch]) -> list[Batch]:
         """What goes through the pipeline, labels included, a few rows at a time."""
         parts = [part for batch in micro_batches for part in split_rows(batch, self.microbatch_size)]
-        return [{**model_inputs(part), "labels": part["labels"]} for part in parts]
+        supervision = ("labels", "targets")
+        return [{**model_inputs(part), **{k: part[k] for k in supervision if k in part}} for part in parts]
 
     def _no_sync(self, *, is_last: bool) -> Any:
         """Gradients are reduced once, with the last micro-batch, where the plugin can wait that long."""
@@ -238,6 +251,16 @@ class SFTTrainer:
         loads = expert_load(self.model, self.dp_group)
         reset_expert_load(self.model)
         return {f"expert_load/{name}": (load.max() / load.double().mean()).item() for name, load in loads.items()}
+
+
+def _supervision(batch: Batch) -> tuple[torch.Tensor, bool]:
+    """(Labels, whether position t already has the label of token t + 1)."""
+    return (batch["targets"], True) if "targets" in batch else (batch["labels"], False)
+
+
+def _num_supervised(batch: Batch) -> torch.Tensor:
+    labels, shifted = _supervision(batch)
+    return num_supervised_tokens(labels, shifted=shifted)
 
 
 def num_optimizer_steps(num_batches: int, num_epochs: int, accumulation_steps: int, max_steps: int | None) -> int:

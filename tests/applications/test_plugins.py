@@ -11,6 +11,7 @@ from model_dir import make_model_dir
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
+ULYSSES = ["--enable_sequence_parallelism", "--sp_mode", "all_to_all"]
 # name: (family, flags of the run on two processes)
 LAYOUTS = {
     "zero2": ("llama", ["--plugin", "zero2", "--accumulation_steps", "2", "--batch_size", "1"]),
@@ -21,6 +22,20 @@ LAYOUTS = {
     "3d tp 2, sequence parallel": (
         "llama",
         ["--plugin", "3d", "--tp", "2", "--batch_size", "4", "--enable_sequence_parallelism"],
+    ),
+    "3d sp 2": (
+        "llama",
+        [
+            "--plugin",
+            "3d",
+            "--sp",
+            "2",
+            "--enable_sequence_parallelism",
+            "--sp_mode",
+            "all_to_all",
+            "--batch_size",
+            "4",
+        ],
     ),
     "3d pp 2, tied": ("llama_tied", ["--plugin", "3d", "--pp", "2", "--batch_size", "4", "--microbatch_size", "2"]),
     "moe pp 2": ("mixtral", ["--plugin", "moe", "--pp", "2", "--batch_size", "4", "-g"]),

@@ -41,3 +41,14 @@ def test_bf16_logits_are_summed_in_fp32():
     logits, labels = batch()
     loss = GPTLMLoss()(logits.bfloat16(), labels)
     assert loss.dtype == torch.float32
+
+
+def test_shifted_labels_give_the_same_loss_and_count():
+    logits = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1, -100, 3, 4, 5, -100], [-100, -100, 2, -100, 0, 7]])
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    assert num_supervised_tokens(targets, shifted=True) == num_supervised_tokens(labels) == 6
+    for count in (None, 4):
+        torch.testing.assert_close(
+            GPTLMLoss()(logits, targets, count, shifted=True), GPTLMLoss()(logits, labels, count), rtol=1e-6, atol=0
+        )

@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of mixture-of-experts models: read a JSONL of conversations, train, export a PEFT adapter.
+"""LoRA or full fine-tuning of (mixture-of-experts) models: read a JSONL of conversations, train, export.
 
     colossalai run --nproc_per_node 8 applications/lora_finetune.py \\
         --pretrained MODEL --dataset DATA.jsonl --plugin moe --ep 8 --lora_rank 8
@@ -38,7 +38,7 @@ def finetune(config: FinetuneConfig) -> None:
     plugin = build_plugin(config.parallel, config.train)
     booster = Booster(plugin=plugin)
     part = setup.build_model(config, plugin)
-    setup.add_lora(config, booster, part)
+    setup.choose_trained(config, booster, part)
 
     dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
     optimizer, lr_scheduler = setup.make_optimizer(config.train, part, len(dataloader))
@@ -63,7 +63,8 @@ def finetune(config: FinetuneConfig) -> None:
     summary = setup.fit(config, trainer, len(dataset))
     if summary["stopped"]:
         return
-    setup.check_router(router_before, frozen_router_hash(part))
+    if config.trains_adapter:
+        setup.check_router(router_before, frozen_router_hash(part))
     setup.save(config, booster, model, tokenizer, summary)
 
 

@@ -46,7 +46,7 @@ class DataConfig:
 class LoraSettings:
     """The adapter."""
 
-    lora_rank: int = arg(0, "rank of the adapter; 0, ColossalAI's default, means full fine-tuning")
+    lora_rank: int = arg(0, "rank of the adapter; 0, ColossalAI's default, trains all weights")
     lora_alpha: int = arg(8, "scaling is lora_alpha / lora_rank")
     lora_targets: list[str] = arg(
         ["mlp"],
@@ -162,7 +162,7 @@ class TrainConfig:
 class OutputConfig:
     """Where results go."""
 
-    save_dir: str = arg("checkpoint_dir", "directory of the run; the adapter goes to its folder lora")
+    save_dir: str = arg("checkpoint_dir", "directory of the run; the adapter goes to its folder lora, a model to model")
     tensorboard_dir: str | None = arg(None, "TensorBoard logs (default: tensorboard in --save_dir)")
     config_file: str = arg("training_config.json", "where to save the resolved config; a bare name goes to --save_dir")
     save_interval: int = arg(0, "save the state of the training every so many steps; 0: only when asked to stop")
@@ -185,11 +185,14 @@ class FinetuneConfig:
     train: TrainConfig
     output: OutputConfig
 
+    @property
+    def trains_adapter(self) -> bool:
+        """LoRA, or else all weights."""
+        return self.lora.lora_rank > 0 or self.lora.init_adapter is not None
+
     def __post_init__(self) -> None:
         if self.data.packing and self.parallel.sp > 1:
             raise ValueError("--packing with --sp: the ranks would mix the samples of a row; use one of them")
-        if self.lora.lora_rank == 0 and self.lora.init_adapter is None:
-            raise ValueError("--lora_rank 0 is full fine-tuning, which is not built yet; give a rank such as 8")
 
 
 def flatten_config(config: Any) -> dict[str, Any]:

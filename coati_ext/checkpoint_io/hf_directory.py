@@ -85,17 +85,21 @@ def copy_side_files(source: Path, target: Path) -> None:
 def new_directory(path: Path, *, needed_bytes: int, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary directory beside `path` that becomes `path` when the block ends without an error.
 
+    What a killed run left is taken up: a half-written directory is deleted, an old one without its successor put back.
+
     Raises: FileExistsError if `path` is not empty (with `overwrite`: if it is not a model directory); OSError if the
     disk has less than `needed_bytes` free.
     """
     path = path.resolve()
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():  # a run was killed between the two renames below
+        old.rename(path)
     occupied = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if occupied and not overwrite:
         raise FileExistsError(f"{path} exists and is not empty; choose another --output or pass --overwrite")
     if occupied and not (path / CONFIG_NAME).is_file():
         raise FileExistsError(f"{path} has no {CONFIG_NAME}, so it is not a model directory: not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(path.parent).free

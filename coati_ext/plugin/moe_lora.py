@@ -139,6 +139,8 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             self.ep_group,
             self.moe_dp_group,
             self.zero_stage,
+            layout=self.layout,
+            layout_rank=self.layout_rank,
         )
 
     def shard(self, model: nn.Module) -> None:

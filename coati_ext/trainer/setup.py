@@ -19,6 +19,7 @@ from coati_ext.config import FinetuneConfig, LoraSettings, TrainConfig, flatten_
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
+from coati_ext.models.targets import structure_of
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
 from coati_ext.utils.device import current_device, peak_memory_gb
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-ADAPTER_DIR = "lora"
+ADAPTER_DIR, MODEL_DIR = "lora", "model"
 
 
 def prepare_run(config: FinetuneConfig) -> None:
@@ -102,8 +103,11 @@ def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> Pr
     return model
 
 
-def add_lora(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel) -> None:
-    """Inject a new adapter, or the one of `--init_adapter` with its own rank and targets; the table is shown."""
+def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel) -> None:
+    """All weights under `--lora_rank 0`; else a new adapter, or that of `--init_adapter` with its rank and targets."""
+    if not config.trains_adapter:
+        print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
+        return
     start = config.lora.init_adapter
     if start is None:
         booster.enable_lora(model, lora_config=lora_config(config.lora, config.pretrained))
@@ -185,8 +189,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     summary: dict[str, Any],
 ) -> None:
-    """Export the adapter and say what to do with it."""
-    adapter = Path(config.output.save_dir) / ADAPTER_DIR
+    """Export the adapter, or the model, and say what to do with it."""
     parallel = config.parallel
     sizes = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("ep", "pp", "tp", "sp"))
     card = {
@@ -194,14 +197,22 @@ def save(
         "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
         "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
     }
-    booster.checkpoint_io.save_lora_as_pretrained(model, str(adapter), tokenizer=tokenizer, card=card)
+    save_dir = Path(config.output.save_dir)
+    if config.trains_adapter:
+        saved = save_dir / ADAPTER_DIR
+        booster.checkpoint_io.save_lora_as_pretrained(model, str(saved), tokenizer=tokenizer, card=card)
+        check = f"python applications/verify_adapter.py --pretrained {config.pretrained} --adapter {saved}"
+        lines = [f"adapter saved in {saved}; check it with", f"  {check}"]
+    else:
+        saved = save_dir / MODEL_DIR
+        booster.checkpoint_io.save_model(model, str(saved), tokenizer=tokenizer)
+        lines = [f"model saved in {saved}, under the names of {config.pretrained}"]
     if summary["num_skipped"]:
-        print_rank_0(f"{summary['num_skipped']} steps were not finite and left out (see skipped in metrics.jsonl)")
+        lines.insert(0, f"{summary['num_skipped']} steps were not finite and left out (see skipped in metrics.jsonl)")
     print_rank_0(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "
         f"{summary['loss_last']:.4f}, peak memory {summary['memory_gb']} GB on rank 0",
-        f"adapter saved in {adapter}; check it with",
-        f"  python applications/verify_adapter.py --pretrained {config.pretrained} --adapter {adapter}",
+        *lines,
     )
 
 

@@ -103,3 +103,42 @@ def test_an_adapter_is_where_another_run_goes_on(single, tmp_path):
     out = finetune(inputs, tmp_path, "--plugin", "moe", "--lora_rank", "0", "--init_adapter", str(reference / "lora"))
     assert "rank 4" in out
     assert losses_of(tmp_path)[0] < losses_of(reference)[0]
+
+
+FULL = {  # name: (family, flags of two processes) of full fine-tuning
+    "zero2": ("llama", ["--plugin", "zero2", "--batch_size", "2"]),
+    "3d tp 2": ("llama", ["--plugin", "3d", "--tp", "2", "--batch_size", "4"]),
+    "3d pp 2, tied": ("llama_tied", ["--plugin", "3d", "--pp", "2", "--batch_size", "4"]),
+    "moe ep 2": ("mixtral", ["--plugin", "moe", "--ep", "2", "--batch_size", "2"]),
+    "moe pp 2": ("mixtral", ["--plugin", "moe", "--pp", "2", "--batch_size", "4", "-g"]),
+}
+
+
+@pytest.fixture(scope="module")
+def fully_tuned(single, tmp_path_factory):
+    runs = {}
+    for name, (inputs, _) in single.items():
+        runs[name] = tmp_path_factory.mktemp(f"full_{name}")
+        out = finetune(inputs, runs[name], "--plugin", "moe", "--lora_rank", "0", "--batch_size", "4")
+        assert "full fine-tuning: all" in out and "model saved in" in out
+    return runs
+
+
+@pytest.mark.parametrize("layout", FULL)
+def test_full_fine_tuning_in_a_layout_gives_the_model_of_one_process(single, fully_tuned, layout, tmp_path):
+    name, flags = FULL[layout]
+    inputs, _ = single[name]
+    finetune(inputs, tmp_path, *flags, "--lora_rank", "0", processes=2)
+    assert losses_of(tmp_path) == pytest.approx(losses_of(fully_tuned[name]), rel=1e-4)
+    ours, expected, before = (load_model(path) for path in (tmp_path / "model", fully_tuned[name] / "model", inputs[0]))
+    assert ours.keys() == expected.keys() == before.keys()
+    for key, tensor in expected.items():
+        moved = (tensor - before[key]).norm()
+        assert moved > 0, key
+        assert (ours[key] - tensor).norm() <= 0.02 * moved, key  # AdamW amplifies fp32 noise of gradients near 0
+
+
+def load_model(directory) -> dict:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).named_parameters())

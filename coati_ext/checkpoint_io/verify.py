@@ -24,6 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coati_ext.checkpoint_io.adapter import load_adapter, lora_config_from_adapter
 from coati_ext.checkpoint_io.adapter_config import adapter_file, padding_targets, read_config, read_shapes
+from coati_ext.checkpoint_io.layout import Layout
+from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.checkpoint_io.names import LoraTensor, from_disk, to_disk
 from coati_ext.models.lora import ADAPTER_NAME, adapters_disabled, inject_lora
 from coati_ext.moe.experts import MoeExperts
@@ -173,18 +175,16 @@ def _base_config(pretrained: str | Path) -> Any:
 
 
 def _load_base(pretrained: str | Path, config: Any, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """transformers' model; of an FP8 checkpoint with the weights that training saw, dequantised by our loader."""
+    if getattr(config, "quantization_config", None) is not None:
+        model = build_meta_model(pretrained, dtype)
+        load_weights(model, pretrained, Layout(), 0, device=device)
+        return model
     config.use_cache = False
     try:
         model = AutoModelForCausalLM.from_pretrained(str(pretrained), config=config, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"base model {pretrained} cannot be loaded: {_one_line(error)}") from None
-    except RuntimeError as error:
-        if getattr(config, "quantization_config", None) is None:
-            raise
-        raise ValueError(
-            f"base model {pretrained}: transformers cannot load its quantised weights ({_one_line(error)}); convert it "
-            "with applications/fp8_cast_bf16.py first"
-        ) from None
     return model.to(device).eval()
 
 

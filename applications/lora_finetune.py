@@ -41,9 +41,9 @@ def finetune(config: FinetuneConfig) -> None:
     setup.choose_trained(config, booster, part)
 
     dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
-    optimizer, lr_scheduler = setup.make_optimizer(config.train, part, len(dataloader))
+    optimizer, lr_scheduler = setup.make_optimizer(config, part, len(dataloader))
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
-    router_before = frozen_router_hash(part)
+    router_before = frozen_router_hash(part) if config.trains_adapter else None
     trainer = SFTTrainer(
         booster=booster,
         model=model,

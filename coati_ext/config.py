@@ -97,8 +97,6 @@ class ParallelConfig:
         _one_of(self, "zero_stage", (0, 1, 2))
         for name in ("tp", "pp", "sp", "ep", "microbatch_size"):
             _at_least(self, 1, name)
-        if self.plugin.startswith("gemini"):
-            raise ValueError(f"--plugin {self.plugin} is not built yet; use --plugin zero2_cpu")
         for name in ("tp", "pp", "sp", "ep"):
             if self.plugin not in ("moe", "3d") and getattr(self, name) > 1:
                 raise ValueError(
@@ -191,8 +189,19 @@ class FinetuneConfig:
         return self.lora.lora_rank > 0 or self.lora.init_adapter is not None
 
     def __post_init__(self) -> None:
+        if self.parallel.plugin.startswith("gemini"):
+            self._check_gemini()
         if self.data.packing and self.parallel.sp > 1:
             raise ValueError("--packing with --sp: the ranks would mix the samples of a row; use one of them")
+
+    def _check_gemini(self) -> None:
+        plugin = f"--plugin {self.parallel.plugin}"
+        if self.trains_adapter:
+            raise ValueError(f"{plugin} cannot train LoRA in colossalai; use --plugin zero2, or --lora_rank 0")
+        if self.output.save_interval or self.output.resume is not None:
+            raise ValueError(f"{plugin} cannot save states to resume from; use --plugin zero2 or zero2_cpu")
+        if self.data.packing:
+            raise ValueError(f"{plugin} cannot be checked for --packing; use --plugin zero2 or zero2_cpu")
 
 
 def flatten_config(config: Any) -> dict[str, Any]:

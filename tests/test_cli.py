@@ -61,6 +61,8 @@ def test_a_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path):
         (["--sp", "2"], "--sp above 1, --enable_sequence_parallelism and --sp_mode all_to_all go together"),
         (["--tp", "2", "--enable_sequence_parallelism", "--sp_mode", "ring"], "--sp_mode ring gives wrong gradients"),
         (["--enable_sequence_parallelism"], "split_gather needs --tp above 1"),
+        (["-p", "gemini"], "--plugin gemini cannot train LoRA in colossalai"),
+        (["-p", "gemini_auto", "--lora_rank", "0", "--resume", "latest"], "cannot save states to resume from"),
         (["--keep_last", "0"], "--keep_last must be at least 1"),
         (["--lr", "-1"], "--lr must be positive"),
         (["--ep", "0"], "--ep must be at least 1"),

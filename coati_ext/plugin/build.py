@@ -1,9 +1,12 @@
 """From a config to a plugin: the one place that knows which plugin a `--plugin` means."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coati_ext.config import ParallelConfig, TrainConfig
 from coati_ext.plugin.moe_lora import MoeLoraPlugin
+
+if TYPE_CHECKING:
+    from coati_ext.plugin.gemini import FullGeminiPlugin
 
 # Of the data-parallel plugins: what colossalai's plugin of that name does, as arguments of ours.
 _DATA_PARALLEL: dict[str, dict[str, Any]] = {
@@ -13,8 +16,17 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> MoeLoraPlugin:
+def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> "MoeLoraPlugin | FullGeminiPlugin":
     """The plugin of a run. `ParallelConfig` has refused every layout that is not built."""
+    if parallel.plugin.startswith("gemini"):
+        from coati_ext.plugin.gemini import FullGeminiPlugin
+
+        return FullGeminiPlugin(
+            precision=train.mixed_precision,
+            placement_policy="auto" if parallel.plugin == "gemini_auto" else "static",
+            max_norm=train.grad_clip,
+            accumulates=train.accumulation_steps > 1,
+        )
     settings = _DATA_PARALLEL.get(parallel.plugin)
     if settings is None:
         settings = {

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coati_ext.checkpoint_io.adapter_config import lora_config_from_adapter
 from coati_ext.checkpoint_io.load import build_meta_model, load_weights
-from coati_ext.config import FinetuneConfig, LoraSettings, TrainConfig, flatten_config
+from coati_ext.config import FinetuneConfig, LoraSettings, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
@@ -132,14 +132,15 @@ def lora_config(settings: LoraSettings, pretrained: str) -> LoraConfig:
     )
 
 
-def make_optimizer(train: TrainConfig, model: nn.Module, num_batches: int) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """AdamW over the adapter and its schedule, one value an optimizer step."""
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=train.lr,
-        betas=(0.9, 0.95),
-        weight_decay=train.weight_decay,
-    )
+def make_optimizer(
+    config: FinetuneConfig, model: nn.Module, num_batches: int
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """AdamW over what is trained and its schedule, one value an optimizer step; Gemini takes its own AdamW only."""
+    train, adamw = config.train, torch.optim.AdamW
+    if config.parallel.plugin.startswith("gemini"):
+        from colossalai.nn.optimizer import HybridAdam as adamw
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = adamw(trained, lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay)
     steps = num_optimizer_steps(num_batches, train.num_epochs, train.accumulation_steps, train.max_steps)
     warmup = max(1, int(0.025 * steps)) if train.warmup_steps is None else train.warmup_steps
     return optimizer, LambdaLR(optimizer, cosine_with_warmup(steps, warmup))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,8 @@ class SFTTrainer:
         except FloatingPointError as error:
             return self._not_finite(f"the loss is {loss:.4f} but {error}", micro_batches, loss, counts)
         grad_norm = self.optimizer.get_grad_norm()
+        if grad_norm is not None and not math.isfinite(grad_norm):  # of an optimizer that does not raise
+            raise ValueError(f"step {self.step + 1}: the gradient norm is {grad_norm}; the weights are lost")
         if grad_norm is not None:
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -173,9 +176,10 @@ class SFTTrainer:
 
     def _not_finite(self, what: str, micro_batches: list[Batch], loss: float, counts: dict[str, int]) -> StepResult:
         self.optimizer.zero_grad()
-        cause = report_nonfinite(
-            self.model, lambda: self._repeat(micro_batches), micro_batches, step=self.step + 1, save_dir=self.save_dir
-        )
+        cause = "Under --plugin zero2 the rank and the module would be named."
+        if _holds_state(self.optimizer):
+            repeat = partial(self._repeat, micro_batches)
+            cause = report_nonfinite(self.model, repeat, micro_batches, step=self.step + 1, save_dir=self.save_dir)
         self.optimizer.zero_grad()
         if not self.skip_nonfinite:
             raise ValueError(f"step {self.step + 1}: {what}; the weights were not updated. {cause}")
@@ -256,6 +260,11 @@ class SFTTrainer:
 def _supervision(batch: Batch) -> tuple[torch.Tensor, bool]:
     """(Labels, whether position t already has the label of token t + 1)."""
     return (batch["targets"], True) if "targets" in batch else (batch["labels"], False)
+
+
+def _holds_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is this project's, whose parameters can be read at any time (Gemini's cannot)."""
+    return hasattr(optimizer, "state_pieces")
 
 
 def _num_supervised(batch: Batch) -> torch.Tensor:

@@ -55,7 +55,10 @@ class StateKeeper:
     def after_step(self, trainer: SFTTrainer) -> bool:
         """The `after_step` of `SFTTrainer.fit`: whether to stop."""
         stop = self.guard.requested(dist.group.WORLD)
-        if stop or (self.save_interval and trainer.step % self.save_interval == 0):
+        if stop and not hasattr(trainer.optimizer, "state_pieces"):
+            self.stopped_by = "a signal"
+            print_rank_0(f"stopped by a signal after step {trainer.step}; under this plugin no state can be saved")
+        elif stop or (self.save_interval and trainer.step % self.save_interval == 0):
             directory = self.save()
             if stop:
                 self.stopped_by = self.guard.received.name if self.guard.received else "a signal to another rank"

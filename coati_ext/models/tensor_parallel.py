@@ -23,6 +23,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
 from coati_ext.models.collectives import copy, gather, gather_sum, share, split
+from coati_ext.models.targets import structure_of
 from coati_ext.models.tensor_parallel_layers import (
     Style,
     TensorParallelLinear,
@@ -71,6 +72,7 @@ def shard_tensor_parallel(model: nn.Module, tp_group: dist.ProcessGroup, *, sequ
     tp_size = dist.get_world_size(tp_group)
     if tp_size == 1:
         return
+    structure_of(model)  # of the whole, before it is cut
     base = model.base_model
     styles = _planned(model, base)
     _check_sizes(base, styles, tp_size)

@@ -20,6 +20,8 @@ from coati_ext.models.targets import structure_of
 from coati_ext.models.tensor_parallel import shard_tensor_parallel
 from coati_ext.moe.experts import shard_experts
 
+_PP_PLAN = ("embed_tokens", "layers", "norm")  # where a config class states none, as OLMoE's
+
 
 class PassThrough(nn.Module):
     """Stands for a module of another pipeline stage: returns what it is given first."""
@@ -63,10 +65,10 @@ def shard_decoder(
 
 
 def keep_stage(model: PreTrainedModel, layers_per_stage: tuple[int, ...], stage: int) -> None:
-    """Leave the modules of this stage, by the model's own pipeline plans, and `PassThrough` for the others.
+    """Leave the modules of this stage, by the model's own pipeline plan, and `PassThrough` for the others.
 
     Raises:
-        ValueError: transformers states no plan for this family, or it computes outside of the plan's modules.
+        ValueError: the model has not the modules of the plan, or computes outside of them.
     """
     base, last = model.base_model, len(layers_per_stage) - 1
     before, after = _plan(model)
@@ -108,10 +110,12 @@ def stage_forward(
 
 def _plan(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the base model's modules before and after its layers."""
-    names = tuple(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
-    if "layers" not in names:
+    names = tuple(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or _PP_PLAN)
+    absent = [name for name in names if not isinstance(getattr(model.base_model, name, None), nn.Module)]
+    if absent or "layers" not in names:
         raise ValueError(
-            f"pipeline: transformers has no base_model_pp_plan for model_type {model.config.model_type!r}; use pp=1"
+            f"pipeline: {type(model.base_model).__name__} has no {absent[0] if absent else 'layers'} where a plan of "
+            "stages expects it; use pp=1"
         )
     middle = names.index("layers")
     return names[:middle], names[middle + 1 :]
@@ -131,11 +135,13 @@ def _check_nothing_else_computes(model: PreTrainedModel, others: tuple[str, ...]
             setattr(base, name, PassThrough())
         base.layers = nn.ModuleList(PassThrough() for _ in planned["layers"])
         out_BSH = base(inputs_embeds=probe_BSH).last_hidden_state
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # its layers give more than hidden states
+        out_BSH = torch.empty(0)
     finally:
         for name, module in planned.items():
             setattr(base, name, module)
     if not torch.equal(out_BSH, probe_BSH):
         raise ValueError(
-            f"pipeline: {type(base).__name__} changes its hidden states outside of embedding, layers and norm, "
-            "so it cannot be cut into stages; use pp=1"
+            f"pipeline: {type(base).__name__} does more with its hidden states than to pass them from the embedding "
+            "through its layers to the norm, so it cannot be cut into stages; use pp=1"
         )

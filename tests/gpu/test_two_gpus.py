@@ -1,4 +1,4 @@
-"""Expert parallelism over NCCL: two GPUs against one."""
+"""Experts, pipelines, tensors and sequences over NCCL: two GPUs against one."""
 
 import os
 import subprocess
@@ -34,11 +34,34 @@ def test_fp32_gradients_of_ep_2_equal_one_process(family, num_used):
         assert max(relative_error(ours_grads[name], grads[name]) for name in grads) <= 1e-4  # GPU and CPU kernels
 
 
+LAYOUTS = {  # name: (family, ep, settings of run_layout)
+    "pp 2": ("deepseek_v3", 1, {"pp": 2, "microbatch_size": 2}),
+    "pp 2, checkpointing, packing": ("mixtral", 1, {"pp": 2, "checkpointing": True, "packing": True}),
+    "ep 2, ZeRO 2": ("mixtral", 2, {"zero_stage": 2}),
+    "sp 2": ("mixtral", 1, {"sp": 2}),
+    "tp 2": ("llama", 1, {"tp": 2}),
+    "tp 2, sequence parallel": ("llama", 1, {"tp": 2, "sequence_parallel": True}),
+    "dp 2, ZeRO 0": ("llama", 1, {"zero_stage": 0}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp32_gradients_of_a_layout_equal_one_process(layout):
+    family, ep, settings = LAYOUTS[layout]
+    losses, norms, grads = reference(family, ["all"], num_used=None)
+    for ours, ours_norms, ours_grads in pool(2, "cuda").run(run, family, ep, settings):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert ours_norms == pytest.approx(norms, rel=1e-4)
+        assert max(relative_error(ours_grads[name], grads[name]) for name in grads) <= 1e-4
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_bf16_steps_of_ep_2_equal_one_gpu_within_bf16_noise(family):
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
+def test_bf16_steps_equal_one_gpu_within_bf16_noise(family, layout):
     steps = {"precision": "bf16", "steps": 5, "lr": 0.01}
     ((one, one_norms, _),) = pool(1, "cuda").run(run, family, 1, steps)
-    for two, two_norms, _ in pool(2, "cuda").run(run, family, 2, steps):
+    ep, settings = (2, steps) if layout == "ep 2" else (1, {**steps, "pp": 2})
+    for two, two_norms, _ in pool(2, "cuda").run(run, family, ep, settings):
         print(family, "one GPU", one, "two GPUs", two)
         assert two[0] == pytest.approx(one[0], rel=2e-3)
         assert two_norms[0] == pytest.approx(one_norms[0], rel=2e-2)
@@ -46,7 +69,7 @@ def test_bf16_steps_of_ep_2_equal_one_gpu_within_bf16_noise(family):
         assert two[-1] < two[0]
 
 
-def step_of_a_wide_block(ep: int, num_steps: int) -> tuple[list[float], float]:
+def step_of_a_wide_block(ep: int, pp: int, num_steps: int) -> tuple[list[float], float]:
     """bf16 AdamW steps on a Mixtral of 8 experts, hidden 2048: losses, and milliseconds of the last steps' median."""
     from coati_ext import compat
 
@@ -66,7 +89,7 @@ def step_of_a_wide_block(ep: int, num_steps: int) -> tuple[list[float], float]:
         num_local_experts=8, num_hidden_layers=4, max_position_embeddings=2048, use_cache=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plugin = MoeLoraPlugin(ep_size=ep, max_norm=1.0)
+    plugin = MoeLoraPlugin(ep_size=ep, pp_size=pp, max_norm=1.0)
     booster = Booster(plugin=plugin)
     model = booster.enable_lora(model, lora_config=LoraConfig(r=8, lora_alpha=16, target_modules=["mlp", "attention"]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
@@ -75,10 +98,10 @@ def step_of_a_wide_block(ep: int, num_steps: int) -> tuple[list[float], float]:
     model.train()
     trainer = SFTTrainer(
         booster=booster, model=model, optimizer=optimizer, lr_scheduler=schedule, dataloader=[],
-        dp_group=plugin.dp_group,
+        dp_group=plugin.dp_group, pp_group=plugin.pp_group if pp > 1 else None,
     )  # fmt: skip
     ids = torch.randint(0, 32000, (4, 1024), generator=torch.Generator().manual_seed(1))
-    mine = ids[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    mine = ids[torch.distributed.get_rank(plugin.dp_group) :: torch.distributed.get_world_size(plugin.dp_group)]
     batch = {"input_ids": mine, "attention_mask": torch.ones_like(mine), "labels": mine}
     losses, times = [], []
     for _ in range(num_steps):
@@ -89,10 +112,11 @@ def step_of_a_wide_block(ep: int, num_steps: int) -> tuple[list[float], float]:
     return losses, sorted(times[3:])[len(times[3:]) // 2]
 
 
-def test_adamw_steps_at_real_width_agree():
-    ((one, one_ms),) = pool(1, "cuda").run(step_of_a_wide_block, 1, 10)
-    (two, two_ms), other = pool(2, "cuda").run(step_of_a_wide_block, 2, 10)
-    print(f"4096 tokens a step: one GPU {one_ms:.1f} ms {one}\nep=2 {two_ms:.1f} ms {two}")
+@pytest.mark.parametrize(("ep", "pp"), [(2, 1), (1, 2)])
+def test_adamw_steps_at_real_width_agree(ep, pp):
+    ((one, one_ms),) = pool(1, "cuda").run(step_of_a_wide_block, 1, 1, 10)
+    (two, two_ms), other = pool(2, "cuda").run(step_of_a_wide_block, ep, pp, 10)
+    print(f"4096 tokens a step: one GPU {one_ms:.1f} ms {one}\nep {ep}, pp {pp}: {two_ms:.1f} ms {two}")
     assert two == other[0]
     assert two == pytest.approx(one, rel=5e-3)
     assert two[-1] < two[0]

@@ -60,7 +60,7 @@ def finetune(config: FinetuneConfig) -> None:
         skip_nonfinite=config.train.skip_nonfinite,
         save_dir=config.output.save_dir,
     )
-    summary = setup.fit(config, trainer, len(dataset))
+    summary = setup.fit(config, trainer, dataset)
     if summary["stopped"]:
         return
     if config.trains_adapter:

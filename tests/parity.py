@@ -145,6 +145,7 @@ def run_layout(
     num_layers_per_stage: list[int] | None = None,
     microbatch_size: int = 1,
     model_kwargs: dict | None = None,
+    plugin_kwargs: dict | None = None,
 ):
     """The same through MoeLoraPlugin, Booster and SFTTrainer on this rank of the pool."""
     from coati_ext import compat
@@ -167,6 +168,7 @@ def run_layout(
         max_norm=clip,
         zero_stage=zero_stage,
         num_layers_per_stage=num_layers_per_stage,
+        **(plugin_kwargs or {}),
     )
     booster = Booster(plugin=plugin)
     whole = tiny_model(family, **(model_kwargs or {}))

@@ -72,6 +72,7 @@ def save_adapter(
     *,
     base_model_name_or_path: str | None,
     is_writer: bool = True,
+    is_first: bool = True,
     group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -83,6 +84,7 @@ def save_adapter(
     A collective: all ranks of `group` call it, and all of them raise if it fails on one.
 
     Args:
+        is_first: true on the first rank of each EP and TP group; a stage without adapter cannot tell it.
         is_writer: true on one rank: EP rank 0 of pipeline stage 0 of one data-parallel replica.
         group: all ranks that call; None in a single process.
         pp_group: this rank's pipeline stages; None without pipeline parallelism.
@@ -97,6 +99,7 @@ def save_adapter(
     try:
         _require_lora(model)
         stacks = _gather_experts(model)
+        stacks = stacks if is_first else None
         if stacks is not None and pp_group is not None:
             stacks = _gather_stages(stacks, pp_group)
         if is_writer:

@@ -69,6 +69,7 @@ def plan_reads(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout, r
     has_fp8 = any(entry.dtype in FP8_DTYPES for entry in checkpoint.tensors.values())
     block = block_size(checkpoint) if has_fp8 or quantization_of(config) is not None else None
     scales = scales_of(checkpoint, block) if block is not None else {}
+    _check_layer_count(checkpoint)
     skipped = mtp_tensors(checkpoint) | {name for name in checkpoint.tensors if _COMPUTED.search(name)}
     tensors = {name: entry for name, entry in checkpoint.tensors.items() if name not in skipped}
     scale_names = {scale.name for scale in scales.values()}  # read with their weights
@@ -218,3 +219,22 @@ def _first_missing(name: str, weight: _Weight) -> str:
             if (expert - first) * per_expert + start % per_expert not in weight.taken:
                 return of_expert(entry.name, expert)
     return f"all parts of {name} (found {next(iter(weight.taken.values())).name} and its like)"
+
+
+def _check_layer_count(checkpoint: Checkpoint) -> None:
+    """Layers past `num_hidden_layers` are multi-token prediction where the config says so, and else a wrong config."""
+    config = checkpoint.config()
+    text = config.get("text_config") or config
+    num_layers, num_extra = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers") or 0
+    if not isinstance(num_layers, int):
+        raise ValueError(
+            f"{checkpoint.directory}: num_hidden_layers in config.json is {num_layers!r}; expected a number of layers "
+            "(families that call it otherwise are not supported)"
+        )
+    for name, entry in checkpoint.tensors.items():
+        layer = re.match(r"(?:model\.|language_model\.)*layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= num_layers + num_extra:
+            raise ValueError(
+                f"{entry.file}: {name} is of a layer past the {num_layers} of config.json (and {num_extra} for "
+                "multi-token prediction): num_hidden_layers there is wrong, or the checkpoint is of another model"
+            )

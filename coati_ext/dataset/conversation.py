@@ -10,6 +10,7 @@ because a server that uses the same template prints it too, and `summary()` says
 the line a system turn, or change `tokenizer.chat_template`.
 """
 
+import hashlib
 import os
 import sys
 from array import array
@@ -108,6 +109,16 @@ class RawConversationDataset(Dataset):
         input_ids = torch.tensor(ids, dtype=torch.long)
         supervised = torch.tensor(mask, dtype=torch.bool)
         return {"input_ids": input_ids, "labels": input_ids.masked_fill(~supervised, IGNORE_INDEX)}
+
+    def fingerprint(self) -> str:
+        """sha256 over all samples as they are trained."""
+        digest = hashlib.sha256(self._ids.tobytes())
+        digest.update(self._mask)
+        digest.update(self._ends.tobytes())
+        return digest.hexdigest()
+
+    def max_token_id(self) -> int:
+        return max(self._ids)
 
     def summary(self) -> str:
         """One line for the terminal: counts, what was left out, and notices on the template."""

@@ -193,11 +193,13 @@ def _check_sequence_parallel(base: nn.Module, blocks: dict[str, dict[str, Style]
 
 def _shard_vocabulary(model: nn.Module, group: dist.ProcessGroup) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if tied:
+        head.weight = nn.Parameter(head.weight.data, requires_grad=False)  # else it would be cut twice
     sharded = VocabParallelEmbedding(embedding, group)
     model.set_input_embeddings(sharded)
     if head is None:
         return
-    tied = head.weight is embedding.weight
     head = TensorParallelLinear(head, Style(dim=0, whole=True), group)
     if tied:
         head.weight = sharded.weight

@@ -209,5 +209,5 @@ def _slice(parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
     if cut is None:
         return parameter
     part = parameter.data.narrow(cut.dim, cut.start, cut.stop - cut.start)
-    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep the other ranks' parts alive
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    parameter.data = part.clone(memory_format=torch.contiguous_format)  # a view would keep the others' parts alive
+    return parameter  # the object that an optimizer may know

@@ -83,9 +83,10 @@ class MoeExperts(nn.Module):
         self.first_expert = ep_rank * self.num_local_experts
         local = slice(self.first_expert, self.first_expert + self.num_local_experts)
         for weight in ("gate_up_proj", "down_proj"):
-            full = getattr(experts, weight)
-            shard = full.data if ep_size == 1 else full.data[local].clone()  # a view would keep all experts alive
-            setattr(self, weight, nn.Parameter(shard, requires_grad=full.requires_grad))
+            parameter = getattr(experts, weight)  # stays the object that an optimizer may know
+            if ep_size > 1:
+                parameter.data = parameter.data[local].clone()  # a view would keep all experts alive
+            setattr(self, weight, parameter)
             delattr(experts, weight)
         self._gate = [
             experts

@@ -40,4 +40,6 @@ def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> "MoeLoraPlugin
             "enable_sequence_parallelism": parallel.enable_sequence_parallelism,
             "sequence_parallelism_mode": parallel.sp_mode,
         }
+    elif parallel.zero_cpu_offload:
+        settings = {**settings, "cpu_offload": True}
     return MoeLoraPlugin(precision=train.mixed_precision, max_norm=train.grad_clip, **settings)

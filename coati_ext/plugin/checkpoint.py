@@ -19,9 +19,20 @@ class MoeLoraCheckpointIO(MoECheckpointIO):
     Upstream's skips experts of an adapter or crashes when a rank holds none, and its optimizer files fail for MoE.
     """
 
-    def __init__(self, *groups: Any, layout: Layout, layout_rank: int):
+    def __init__(self, *groups: Any, ep_group: dist.ProcessGroup, layout: Layout, layout_rank: int):
         super().__init__(*groups)
-        self._layout, self._layout_rank = layout, layout_rank
+        self._ep_group, self._layout, self._layout_rank = ep_group, layout, layout_rank
+
+    def load_model(self, model: ModelWrapper, checkpoint: str, *_: Any, **__: Any) -> ModelWrapper:
+        """Refused: upstream's would leave experts and slices as they are.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"load_model: start from {checkpoint} instead: from_pretrained, or build_meta_model, plugin.shard and "
+            "load_weights (coati_ext.checkpoint_io.load), before boost"
+        )
 
     def save_model(self, model: ModelWrapper, checkpoint: str, *_: Any, **kwargs: Any) -> None:
         """Write all weights under the names of the checkpoint that the model came from; every rank must call it.
@@ -87,7 +98,16 @@ class MoeLoraCheckpointIO(MoECheckpointIO):
         kwargs.setdefault("base_model_name_or_path", inner.name_or_path or None)
         pp_group = self.pp_group if dist.get_world_size(self.pp_group) > 1 else None
         is_writer = dist.get_rank() == 0  # the first rank of ColossalAI's mesh: stage 0, EP rank 0
-        save_adapter(inner, checkpoint, is_writer=is_writer, group=dist.group.WORLD, pp_group=pp_group, **kwargs)
+        is_first = all(dist.get_rank(group) == 0 for group in (self._ep_group, self.tp_group))
+        save_adapter(
+            inner,
+            checkpoint,
+            is_writer=is_writer,
+            is_first=is_first,
+            group=dist.group.WORLD,
+            pp_group=pp_group,
+            **kwargs,
+        )
 
 
 def _unwrapped(model: ModelWrapper, caller: str) -> nn.Module:

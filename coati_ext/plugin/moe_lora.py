@@ -139,6 +139,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             self.ep_group,
             self.moe_dp_group,
             self.zero_stage,
+            ep_group=self.ep_group,
             layout=self.layout,
             layout_rank=self.layout_rank,
         )
@@ -271,6 +272,10 @@ def _check_layout(tp: int, pp: int, ep: int, sp: int, zero_stage: int, kwargs: d
         raise ValueError("MoeLoraPlugin: use_fp8 and fp8_communication are not supported")
     if kwargs.get("overlap_communication"):
         raise ValueError("MoeLoraPlugin: overlap_communication hangs when an expert gets no token; leave it off")
+    if kwargs.get("overlap_allgather") or not kwargs.get("moe_dp_outside", True):
+        raise ValueError("MoeLoraPlugin: overlap_allgather and moe_dp_outside=False are not supported")
+    if kwargs.get("gradient_checkpoint_config") is not None:
+        raise ValueError("MoeLoraPlugin: gradient_checkpoint_config is not supported; call enable_recompute(model)")
     if kwargs.get("pp_style", "1f1b") != "1f1b":
         raise ValueError(f"MoeLoraPlugin: pp_style={kwargs['pp_style']!r} is not supported; accepted: '1f1b'")
     if zero_stage not in (0, 1, 2):

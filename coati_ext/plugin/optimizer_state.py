@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from coati_ext.checkpoint_io.state_pieces import Piece
-from coati_ext.checkpoint_io.training_state import TrainingState
 
 MASTER = "master"
 
@@ -32,28 +31,39 @@ def pieces_of(
             yield Piece.whole(name, kind, (1,)), torch.as_tensor(value, dtype=torch.float32).reshape(1)
 
 
-def read_parameter(
-    saved: TrainingState, name: str, parameter: nn.Parameter, master: torch.Tensor, *, shard: int, rank: int
-) -> dict[str, torch.Tensor]:
-    """Fill a parameter and its master; returns the states for torch's optimizer, which are on the master's device."""
+def wanted_pieces(
+    name: str, parameter: nn.Parameter, master: torch.Tensor, kinds: tuple[list[str], list[str]], *, shard: int
+) -> Iterator[Piece]:
+    """What `put_piece` takes: this rank's whole slice of the fp32 parameter, its shard of the states, the scalars."""
     start, stop = flat_range(parameter, master, shard)
     place = local_place(parameter)
-    whole = Piece(name=name, kind=MASTER, **place, flat_start=0, flat_stop=parameter.numel())
-    wanted = [whole]
-    shard_kinds, scalar_kinds = saved.shared_state["optimizer_states"]
-    wanted += [Piece(name=name, kind=kind, **place, flat_start=start, flat_stop=stop) for kind in shard_kinds]
-    wanted += [Piece.whole(name, kind, (1,)) for kind in scalar_kinds]
-    state: dict[str, torch.Tensor] = {}
-    for piece, tensor in saved.read(wanted, rank=rank):
-        if piece is whole:
-            parameter.data.copy_(tensor.view_as(parameter))
-            master.data.reshape(-1)[: stop - start].copy_(tensor[start:stop])
-        elif piece.kind in shard_kinds:
-            state[piece.kind] = torch.zeros_like(master.data)
-            state[piece.kind].reshape(-1)[: stop - start].copy_(tensor)
-        else:
-            state[piece.kind] = tensor.reshape(())
-    return state
+    shard_kinds, scalar_kinds = kinds
+    yield Piece(name=name, kind=MASTER, **place, flat_start=0, flat_stop=parameter.numel())
+    for kind in shard_kinds:
+        yield Piece(name=name, kind=kind, **place, flat_start=start, flat_stop=stop)
+    for kind in scalar_kinds:
+        yield Piece.whole(name, kind, (1,))
+
+
+def put_piece(
+    piece: Piece,
+    tensor: torch.Tensor,
+    parameter: nn.Parameter,
+    master: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    *,
+    shard: int,
+) -> None:
+    """Put a piece that was read into the parameter and its master, or into the optimizer's `state` of it."""
+    start, stop = flat_range(parameter, master, shard)
+    if piece.kind == MASTER:
+        parameter.data.copy_(tensor.view_as(parameter))
+        master.data.reshape(-1)[: stop - start].copy_(tensor[start:stop])
+    elif piece == Piece.whole(piece.name, piece.kind, (1,)) and parameter.numel() != 1:
+        state[piece.kind] = tensor.reshape(())
+    else:
+        state[piece.kind] = torch.zeros_like(master.data)
+        state[piece.kind].reshape(-1)[: stop - start].copy_(tensor)
 
 
 def kinds_of(states: dict[Any, dict[str, Any]]) -> tuple[list[str], list[str]]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coati_ext.checkpoint_io.training_state import Piece, TrainingState
-from coati_ext.plugin.optimizer_state import kinds_of, pieces_of, read_parameter
+from coati_ext.plugin.optimizer_state import kinds_of, pieces_of, put_piece, wanted_pieces
 
 NO_ADAPTER = "no_adapter_on_this_stage"
 _REDUCED_AT_ONCE = 25_000_000  # gradient elements of one all-reduce under stage 0
@@ -69,6 +69,7 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
             FloatingPointError: the gradient norm is not finite (on every rank alike); nothing was updated.
         """
         self._current_grad_norm = None
+        self._loss_scale = self._scaler.scale.item() if self._scaler is not None else 1.0  # `step` may raise it first
         try:
             super().step(closure)
         except FloatingPointError:
@@ -81,17 +82,21 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
     def state_pieces(self) -> dict[Piece, torch.Tensor]:
         """fp32 parameters and states of the optimizer that this rank holds; what several hold, on one of them."""
         pieces: dict[Piece, torch.Tensor] = {}
+        shard_kinds, scalar_kinds = kinds_of(self.optim.state)
         for name, param in self._named_working_params():
             if self._is_first_holder(param):
                 master = self.working_to_master_param[id(param)]
                 state = self.optim.state.get(master, {})
+                if not state:  # it never had a gradient: what the optimizer would begin with
+                    state = {kind: torch.zeros_like(master.data) for kind in shard_kinds}
+                    state |= {kind: 0.0 for kind in scalar_kinds}
                 pieces.update(pieces_of(name, param, master, state, shard=self._shard(param)))
         return pieces
 
     def shared_state(self) -> dict[str, Any]:
         """JSON that is alike on all ranks: the names of the states, and fp16's loss scale."""
         shared: dict[str, Any] = {"optimizer_states": kinds_of(self.optim.state), "loss_scale": None}
-        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+        scaler = self._scaler
         if scaler is not None:
             shared["loss_scale"] = [scaler.scale.item(), scaler._growth_step, scaler._hysteresis_step]
         kinds: list = [None] * dist.get_world_size()
@@ -105,21 +110,34 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
         Raises:
             ValueError: the saved state is of another adapter or model; names the tensor.
         """
+        kinds = saved.shared_state["optimizer_states"]
+        wanted = {}
         for name, param in self._named_working_params():
-            master = self.working_to_master_param[id(param)]
-            self.optim.state[master] = read_parameter(
-                saved, name, param, master, shard=self._shard(param), rank=dist.get_rank()
-            )
-        scaler = getattr(self.mixed_precision_mixin, "grad_scaler", None)
+            master, shard = self.working_to_master_param[id(param)], self._shard(param)
+            wanted |= {
+                piece: (param, master, shard) for piece in wanted_pieces(name, param, master, kinds, shard=shard)
+            }
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for piece, tensor in saved.read(wanted, rank=dist.get_rank()):
+            param, master, shard = wanted[piece]
+            put_piece(piece, tensor, param, master, states.setdefault(master, {}), shard=shard)
+        self.optim.state.update(states)
+        scaler = self._scaler
         if scaler is not None and saved.shared_state["loss_scale"] is not None:
             scale, scaler._growth_step, scaler._hysteresis_step = saved.shared_state["loss_scale"]
             scaler._scale.fill_(scale)
 
+    @property
+    def _scaler(self) -> Any:
+        """fp16's loss scaler; None in other precisions."""
+        return getattr(self.mixed_precision_mixin, "grad_scaler", None)
+
     def _named_working_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        working = {id(param) for param in self._working_params()}
-        for name, param in self.model.unwrap(unwrap_peft=False).named_parameters():
+        working, model = {id(param) for param in self._working_params()}, self.model.unwrap(unwrap_peft=False)
+        tied = getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)
+        for name, param in model.named_parameters():
             if id(param) in working and name != NO_ADAPTER:
-                yield name, param
+                yield tied.get(name, name) if isinstance(tied, dict) else name, param  # alike on all stages
 
     def _shard(self, param: nn.Parameter) -> int:
         return dist.get_rank(self.param_to_pg[param])
@@ -145,7 +163,7 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
         return 0.0  # per store upstream, which cannot be added up; see _unscale_and_clip_grads
 
     def _unscale_and_clip_grads(self, grad_groups_flat: list[torch.Tensor], total_norm: float) -> None:
-        scale = self.mixed_precision_mixin.get_grad_div_scale() if self.mixed_precision_mixin is not None else 1.0
+        scale = self._loss_scale
         norm = self._global_norm(grad_groups_flat) / scale
         self._current_grad_norm = norm
         if not math.isfinite(norm):
@@ -157,10 +175,10 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
 
     def _global_norm(self, shards: list[torch.Tensor]) -> float:
         """Over all ranks; a gradient that several hold counts once."""
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
         for param, shard in zip(self._params_with_gradient(), shards, strict=True):
-            square += shard.double().square().sum().cpu() / self._num_copies(param)
-        square = square.to(next(self.model.parameters()).device)
+            norm = torch.linalg.vector_norm(shard, dtype=torch.float64)
+            square += norm.square().to(square.device) / self._num_copies(param)
         dist.all_reduce(square)
         return square.sqrt().item()
 

@@ -19,12 +19,13 @@ from coati_ext.config import FinetuneConfig, LoraSettings, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
-from coati_ext.models.targets import structure_of
+from coati_ext.models.targets import resolve_targets, structure_of
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
+from coati_ext.utils.preflight import read_model_config
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
@@ -54,6 +55,13 @@ def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
         skip_bad_lines=config.data.skip_bad_lines,
         show_progress=main,
     )
+    model_config = read_model_config(config.pretrained)
+    vocab_size = model_config.get("text_config", model_config).get("vocab_size")
+    if vocab_size is not None and dataset.max_token_id() >= vocab_size:
+        raise ValueError(
+            f"--pretrained {config.pretrained}: the tokenizer makes token {dataset.max_token_id()}, but the model has "
+            f"{vocab_size} (vocab_size in config.json): one of the two is of another model"
+        )
     if main:
         print_rank_0(dataset.summary(), "first sample, as it is trained:", dataset.show_sample(0))
     return dataset
@@ -107,17 +115,29 @@ def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrained
     """All weights under `--lora_rank 0`; else a new adapter, or that of `--init_adapter` with its rank and targets."""
     if not config.trains_adapter:
         print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
+        kept = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != booster.plugin.dtype]
+        for name in kept:
+            model.get_parameter(name).requires_grad_(False)
+        if kept:
+            print_rank_0(
+                f"but for {len(kept)} that the model keeps in fp32 and 16-bit training would round: {kept[0]}, …"
+            )
         return
     start = config.lora.init_adapter
     if start is None:
         booster.enable_lora(model, lora_config=lora_config(config.lora, config.pretrained))
     else:
-        rank = lora_config_from_adapter(start).r
-        if config.lora.lora_rank not in (0, rank):
-            raise ValueError(
-                f"--lora_rank {config.lora.lora_rank}, but --init_adapter {start} has rank {rank}; leave the flag out"
-            )
-        booster.enable_lora(model, pretrained_dir=start)
+        adapter, asked, defaults = lora_config_from_adapter(start), config.lora, LoraSettings()
+        for name, value in (("lora_rank", adapter.r), ("lora_alpha", adapter.lora_alpha)):
+            if getattr(asked, name) not in (getattr(defaults, name), value):
+                raise ValueError(f"--{name} is that of --init_adapter {start}, {value}; leave the flag out")
+        if asked.lora_targets != defaults.lora_targets:
+            wanted, found = (resolve_targets(model, t) for t in (asked.lora_targets, adapter.target_modules))
+            if other := set(wanted) ^ set(found):
+                path = min(target.path for target in other)
+                raise ValueError(f"--lora_targets is not what --init_adapter {start} has, e.g. {path}; leave it out")
+        adapter.lora_dropout = asked.lora_dropout
+        booster.enable_lora(model, pretrained_dir=start, lora_config=adapter)
     print_rank_0(model.lora_report.format())
 
 
@@ -146,7 +166,7 @@ def make_optimizer(
     return optimizer, LambdaLR(optimizer, cosine_with_warmup(steps, warmup))
 
 
-def fit(config: FinetuneConfig, trainer: SFTTrainer, num_samples: int) -> dict[str, Any]:
+def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDataset) -> dict[str, Any]:
     """Train, from the state of `--resume` on; returns the run's summary (losses, steps, seconds, how it ended)."""
     main = dist.get_rank() == 0
     save_dir = Path(config.output.save_dir)
@@ -155,13 +175,17 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, num_samples: int) -> dict[s
         trainer,
         save_dir=save_dir,
         settings=flatten_config(config),
-        num_samples=num_samples,
+        data_fingerprint=dataset.fingerprint(),
         save_interval=config.output.save_interval,
         keep_last=config.output.keep_last,
     )
     if config.output.resume is not None:
         keeper.resume(config.output.resume)
-    if main:
+    else:
+        keeper.start()
+    if main and trainer.step == 0 and metrics.exists():
+        metrics.replace(save_dir / "metrics.previous.jsonl")
+    elif main:
         drop_later_lines(metrics, trainer.step)
     logger = MetricsLogger(
         config.output.tensorboard_dir or save_dir / "tensorboard", metrics, enabled=main, first_step=trainer.step + 1
@@ -169,13 +193,13 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, num_samples: int) -> dict[s
     start = time.perf_counter()
     try:
         with keeper:
-            losses = trainer.fit(logger, show_progress=main, after_step=keeper.after_step)
+            trainer.fit(logger, show_progress=main, after_step=keeper.after_step)
     finally:
         logger.close()
     return {
         "steps": trainer.step,
         "loss_first": trainer.loss_first,
-        "loss_last": losses[-1] if losses else trainer.loss_first,
+        "loss_last": trainer.loss_last,
         "seconds": round(time.perf_counter() - start, 1),
         "memory_gb": round(peak_memory_gb(), 2),
         "num_skipped": trainer.num_skipped,

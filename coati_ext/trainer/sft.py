@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from coati_ext.dataset.collator import split_rows
+from coati_ext.dataset.collator import IGNORE_INDEX, split_rows
 from coati_ext.dataset.packing import model_inputs, num_real_tokens
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
 from coati_ext.models.sequence_parallel import sequence_chunk
@@ -94,6 +94,7 @@ class SFTTrainer:
         self.step = 0  # optimizer steps done
         self.num_skipped = 0
         self.loss_first: float | None = None
+        self.loss_last: float | None = None
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.
@@ -126,9 +127,12 @@ class SFTTrainer:
         grad_norm = self.optimizer.get_grad_norm()
         if grad_norm is not None and not math.isfinite(grad_norm):  # of an optimizer that does not raise
             raise ValueError(f"step {self.step + 1}: the gradient norm is {grad_norm}; the weights are lost")
-        if grad_norm is not None:
-            self.lr_scheduler.step()
         self.optimizer.zero_grad()
+        if grad_norm is None:
+            self.num_skipped += 1
+            reason = "the fp16 gradients overflowed; the loss scale was lowered"
+            return StepResult(loss=loss, grad_norm=None, skip_reason=reason, **counts)
+        self.lr_scheduler.step()
         return StepResult(loss=loss, grad_norm=grad_norm, **counts)
 
     def _forward_backward(self, micro_batches: list[Batch], num_tokens: float) -> torch.Tensor:
@@ -165,8 +169,12 @@ class SFTTrainer:
     def _rows(self, micro_batches: list[Batch]) -> list[Batch]:
         """What goes through the pipeline, labels included, a few rows at a time."""
         parts = [part for batch in micro_batches for part in split_rows(batch, self.microbatch_size)]
-        supervision = ("labels", "targets")
-        return [{**model_inputs(part), **{k: part[k] for k in supervision if k in part}} for part in parts]
+        keep = ("labels", "targets")
+        rows = [{**model_inputs(part), **{k: part[k] for k in keep if k in part}} for part in parts]
+        # Ranks that share experts must call them equally often: some have fewer rows, or packed them better.
+        count = torch.tensor(len(rows), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
+        return rows + [_without_supervision(rows[0])] * (int(count) - len(rows))
 
     def _no_sync(self, *, is_last: bool) -> Any:
         """Gradients are reduced once, with the last micro-batch, where the plugin can wait that long."""
@@ -220,12 +228,13 @@ class SFTTrainer:
             dynamic_ncols=True,
         )
         with bar:
-            for micro_batches in islice(self._steps(), self.num_steps - self.step):
+            for micro_batches in islice(self._steps(), max(0, self.num_steps - self.step)):
                 start = time.perf_counter()
                 lr = self.lr_scheduler.get_last_lr()[0]
                 result = self.train_step(micro_batches)
                 self.step += 1
                 self.loss_first = result.loss if self.loss_first is None else self.loss_first
+                self.loss_last = result.loss
                 tokens_per_s = result.num_tokens / (time.perf_counter() - start)
                 losses.append(result.loss)
                 bar.set_postfix_str(_postfix(result, tokens_per_s), refresh=False)
@@ -260,6 +269,12 @@ class SFTTrainer:
 def _supervision(batch: Batch) -> tuple[torch.Tensor, bool]:
     """(Labels, whether position t already has the label of token t + 1)."""
     return (batch["targets"], True) if "targets" in batch else (batch["labels"], False)
+
+
+def _without_supervision(rows: Batch) -> Batch:
+    """One token that adds nothing to the loss, with the tensors of `rows`."""
+    one = {name: value[:1, :1].clone() for name, value in rows.items()}
+    return {name: value.fill_(IGNORE_INDEX) if name in ("labels", "targets") else value for name, value in one.items()}
 
 
 def _holds_state(optimizer: torch.optim.Optimizer) -> bool:

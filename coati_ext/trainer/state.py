@@ -9,6 +9,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from coati_ext.checkpoint_io.state_manifest import checkpoints
 from coati_ext.checkpoint_io.training_state import TrainingState, agree_on_training_state, save_training_state
 from coati_ext.trainer.sft import SFTTrainer
 from coati_ext.utils.launch import print_rank_0
@@ -25,7 +26,7 @@ class StateKeeper:
     Args:
         save_dir: of the run; states go to its folder checkpoints.
         settings: the run's resolved flags; a continuation is told which of them differ.
-        num_samples: of the data set; a continuation must have as many.
+        data_fingerprint: of the data set; a continuation must have the same.
     """
 
     def __init__(
@@ -34,12 +35,12 @@ class StateKeeper:
         *,
         save_dir: str | Path,
         settings: dict[str, Any],
-        num_samples: int,
+        data_fingerprint: str,
         save_interval: int = 0,
         keep_last: int = 2,
     ):
         self.trainer, self.root = trainer, Path(save_dir) / CHECKPOINTS_DIR
-        self.settings, self.num_samples = settings, num_samples
+        self.settings, self.data_fingerprint = settings, data_fingerprint
         self.save_interval, self.keep_last = save_interval, keep_last
         self.loss_first: float | None = None
         self.guard = PreemptionGuard()
@@ -73,11 +74,12 @@ class StateKeeper:
         trainer = self.trainer
         shared = {
             "settings": self.settings,
-            "num_samples": self.num_samples,
+            "data_fingerprint": self.data_fingerprint,
             "global_batch": self._global_batch(),
             "num_steps": trainer.num_steps,
             "num_skipped": trainer.num_skipped,
             "loss_first": trainer.loss_first,
+            "loss_last": trainer.loss_last,
             "lr_schedule_position": trainer.lr_scheduler.last_epoch,
             **trainer.optimizer.shared_state(),
         }
@@ -104,6 +106,7 @@ class StateKeeper:
         root, which = (root, "latest") if which != "latest" and root.is_dir() else (self.root, which)
         saved = agree_on_training_state(root, dist.group.WORLD, which=which)
         if saved is None:
+            self.start()
             print_rank_0(f"no state in {root} to resume from: training begins at the start")
             return False
         self._check(saved)
@@ -115,12 +118,26 @@ class StateKeeper:
         for group, lr in zip(trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = lr
         trainer.step = saved.step
-        trainer.num_skipped, trainer.loss_first = saved.shared_state["num_skipped"], saved.shared_state["loss_first"]
+        for name in ("num_skipped", "loss_first", "loss_last"):
+            setattr(trainer, name, saved.shared_state[name])
         own = saved.rank_state(dist.get_rank())
         if own is not None:
             restore_random_states(own)
         print_rank_0(f"resumed from {saved.directory}: {saved.step} of {trainer.num_steps} steps are done")
         return True
+
+    def start(self) -> None:
+        """Begin at the start.
+
+        Raises:
+            ValueError: an earlier run's states are there, which a later `--resume latest` would take for this run's.
+        """
+        earlier = checkpoints(self.root)
+        if earlier:
+            raise ValueError(
+                f"{self.root} has states of an earlier run ({earlier[0].name}): go on with --resume latest, or give "
+                "another --save_dir"
+            )
 
     def _global_batch(self) -> int:
         sampler = self.trainer.dataloader.batch_sampler
@@ -128,15 +145,26 @@ class StateKeeper:
 
     def _check(self, saved: TrainingState) -> None:
         then = saved.shared_state
-        for what, now, flag in (
-            ("num_samples", self.num_samples, "--dataset"),
-            ("global_batch", self._global_batch(), "--batch_size x data-parallel ranks x --accumulation_steps"),
+        if then["data_fingerprint"] != self.data_fingerprint:
+            raise ValueError(
+                f"{saved.directory} was saved with other samples: the data position means nothing here. Give the same "
+                "--dataset, --max_length and tokenizer, or start from its adapter with --init_adapter"
+            )
+        flags = "--batch_size x data-parallel ranks x --accumulation_steps"
+        for what, before, now, flag in (
+            ("global batch", then["global_batch"], self._global_batch(), flags),
+            ("seed", then["settings"]["seed"], self.settings["seed"], "--seed"),
         ):
-            if then[what] != now:
+            if before != now:
                 raise ValueError(
-                    f"{saved.directory} was saved with {what.replace('_', ' ')} {then[what]}, this run has {now}: "
-                    f"the data position would be another. Give the same {flag}"
+                    f"{saved.directory} was saved with {what} {before}, this run has {now}: the data order would be "
+                    f"another. Give the same {flag}"
                 )
+        if saved.step > self.trainer.num_steps:
+            raise ValueError(
+                f"{saved.directory}: {saved.step} steps are done, and this run ends after {self.trainer.num_steps}; "
+                "give more --num_epochs or --max_steps"
+            )
         changed = {
             key: (then["settings"].get(key), value)
             for key, value in self.settings.items()
@@ -177,10 +205,12 @@ def drop_later_lines(file: Path, step: int) -> None:
     if not file.is_file():
         return
     kept = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue  # cut short by a kill
-    file.write_text("".join(kept))
+    new = file.with_name(f".{file.name}.new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(file)

@@ -46,7 +46,23 @@ def check_finetune(config: FinetuneConfig) -> None:
         raise ValueError(f"--init_adapter {adapter}: no adapter_config.json in it; expected a PEFT adapter's directory")
     if config.output.resume not in (None, "latest") and not Path(config.output.resume).is_dir():
         raise ValueError(f"--resume {config.output.resume}: no such directory (or give latest)")
-    _check_writable("--save_dir", Path(config.output.save_dir))
+    _check_outputs(config)
+
+
+def _check_outputs(config: FinetuneConfig) -> None:
+    """What would otherwise fail after the training, with its result."""
+    save_dir, base = Path(config.output.save_dir), Path(config.pretrained)
+    _check_writable("--save_dir", save_dir)
+    for name in ("lora", "model", "checkpoints", "nonfinite"):
+        if (save_dir / name).exists() and not (save_dir / name).is_dir():
+            raise ValueError(f"--save_dir {save_dir}: {save_dir / name} is a file, where the run needs a directory")
+    if config.trains_adapter:
+        return
+    if base.resolve() in (save_dir.resolve(), *save_dir.resolve().parents):
+        raise ValueError(f"--save_dir {save_dir} is inside --pretrained {base}; give a directory beside it")
+    model = save_dir / "model"
+    if model.is_dir() and any(model.iterdir()) and not (model / "config.json").is_file():
+        raise ValueError(f"--save_dir {save_dir}: {model} has files but is no model; move them away")
 
 
 def _check_quantization(pretrained: str, model_config: dict[str, Any]) -> None:

@@ -174,6 +174,24 @@ def test_a_rank_killed_under_expert_parallelism_resumes_to_the_same_adapter(inpu
     assert_same_run(run_dir, whole)
 
 
+def test_a_finished_run_resumes_to_its_own_result_and_not_to_less(inputs, tmp_path):
+    run_dir = tmp_path / "run"
+    flags = ("--batch_size", "4", "--max_steps", "3", "--save_interval", "1")
+    first = finish(inputs, run_dir, *flags)
+    again = finish(inputs, run_dir, *flags, "--resume", "latest")
+    loss = next(line for line in first.splitlines() if "steps in" in line).partition("loss ")[2].partition(",")[0]
+    assert f"loss {loss}" in again
+    for extra, message in (
+        (("--max_steps", "2", "--resume", "latest"), "3 steps are done, and this run ends after 2"),
+        ((), "has states of an earlier run (step-00000003): go on with --resume latest"),
+        (("--seed", "7", "--resume", "latest"), "was saved with seed 42, this run has 7"),
+        (("--max_length", "29", "--resume", "latest"), "was saved with other samples"),
+    ):
+        process = start(inputs, run_dir, *flags, *extra)
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 1 and message in err and "Traceback" not in err, out + err
+
+
 def test_what_does_not_fit_is_refused_by_name(inputs, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     finish(inputs, run_dir, "--batch_size", "4", "--max_steps", "2", "--save_interval", "1")

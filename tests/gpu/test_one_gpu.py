@@ -71,3 +71,15 @@ def run_bf16(family: str, ep: int):
 
 def run_fp32(family: str, ep: int):
     return run_layout(family, ["all"], ep, 2, num_used=3)
+
+
+def test_fp16_norms_are_right_while_the_loss_scale_grows():
+    """colossalai divides by the scale that it has just raised, which halves the norm and the step."""
+    _, exact, _ = reference("deepseek_v3", ["mlp"], num_used=None, steps=4)
+    settings = {"growth_interval": 1, "initial_scale": 16.0}
+    ((_, norms, _),) = pool(1, "cuda").run(fp16_steps, settings)
+    assert norms == pytest.approx(exact, rel=3e-2)  # fp16 rounding; each step doubles the scale
+
+
+def fp16_steps(plugin_kwargs: dict):
+    return run_layout("deepseek_v3", ["mlp"], 1, 1, steps=4, precision="fp16", plugin_kwargs=plugin_kwargs)

@@ -70,6 +70,7 @@ def error_of(kwargs: dict) -> str:
         ),
         ({"overlap_communication": True}, "overlap_communication"),
         ({"use_fp8": True}, "use_fp8"),
+        ({"overlap_allgather": True}, "overlap_allgather"),
     ],
 )
 def test_what_is_not_right_is_refused_by_name(kwargs, message):
@@ -168,6 +169,60 @@ def test_a_saved_adapter_is_where_enable_lora_can_go_on(tmp_path):
     for difference, effect in pool(2).run(train_save_reload, str(tmp_path / "adapter")):
         assert difference == 0.0
         assert effect > 0.1
+
+
+def exported(layout: dict | None, directory: str) -> bool:
+    """Whether the adapter that a layout saves is that of one model, with random lora_B."""
+    from parity import lora_config, randomise_lora_B
+    from safetensors.torch import load_file
+
+    from coati_ext.checkpoint_io.adapter import adapter_state_dict
+    from coati_ext.models.lora import inject_lora
+
+    family, targets = layout.pop("family"), layout.pop("targets")
+    _, booster = plugin_and_booster(**layout)
+    model = booster.enable_lora(tiny_model(family), lora_config=lora_config(targets))
+    randomise_lora_B(model)
+    model, *_ = booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    booster.save_lora_as_pretrained(model, directory)
+    whole = tiny_model(family)
+    inject_lora(whole, lora_config(targets), seed=torch.initial_seed())
+    randomise_lora_B(whole)
+    saved, expected = load_file(f"{directory}/adapter_model.safetensors"), adapter_state_dict(whole)
+    return saved.keys() == expected.keys() and all(torch.equal(saved[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"family": "deepseek_v3", "targets": ["mlp"], "ep_size": 2, "pp_size": 2, "num_layers_per_stage": [1, 2]},
+        {"family": "deepseek_v3", "targets": ["experts"], "ep_size": 2, "pp_size": 2, "num_layers_per_stage": [1, 2]},
+        {"family": "llama", "targets": [r"model\.layers\.1\..*"], "tp_size": 2, "pp_size": 2},
+        {"family": "mixtral", "targets": ["all"], "ep_size": 2},
+    ],
+)
+def test_layouts_save_the_adapter_of_one_process(layout, tmp_path):
+    """Stages without experts or without any adapter cannot tell by themselves who sends."""
+    assert all(pool(4).run(exported, layout, str(tmp_path / "adapter")))
+
+
+def moved(family: str, plugin_kwargs: dict) -> list[str]:
+    """Parameters that a step of full fine-tuning through the Booster API left as they were."""
+    _, booster = plugin_and_booster(**plugin_kwargs)
+    model = tiny_model(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = model
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    before = {name: p.detach().clone() for name, p in inner.named_parameters()}
+    step(booster, model, optimizer)
+    return [name for name, p in inner.named_parameters() if torch.equal(p, before[name])]
+
+
+@pytest.mark.parametrize(
+    ("family", "kwargs"), [("mixtral", {}), ("mixtral", {"ep_size": 2}), ("llama", {"tp_size": 2})]
+)
+def test_full_fine_tuning_moves_every_parameter_of_an_optimizer_made_before_boost(family, kwargs):
+    assert pool(2).run(moved, family, kwargs) == [[], []]
 
 
 def zero_offload(offload: bool) -> list[float]:

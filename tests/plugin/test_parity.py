@@ -34,6 +34,7 @@ LAYOUTS = {  # name: (processes, ep, accumulation steps, other settings of run_l
     "ep 4": (4, 4, 1, {}),
     "ep 2 x dp 2": (4, 2, 2, {}),
     "ep 2 x pp 2": (4, 2, 1, {"pp": 2}),
+    "ep 2 x pp 2, packing": (4, 2, 2, {"pp": 2, "packing": True}),  # the ranks pack into unlike numbers of rows
     "pp 2 x dp 2, ZeRO 0": (4, 1, 2, {"pp": 2, "zero_stage": 0}),
 }
 FAMILIES = {"mixtral": ["all"], "deepseek_v3": ["mlp"], "llama": ["all"]}

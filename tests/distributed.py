@@ -1,7 +1,7 @@
 """A pool of processes that stays up between tests: starting one costs seconds of imports.
 
     results = pool(2).run(function, *args)     # function(*args) on every rank; the list of what the ranks returned
-    results = pool(2, "cuda").run(...)         # one GPU a rank and NCCL, instead of the CPU and gloo
+    results = pool(2, "cuda").run(...)         # NCCL, and one GPU a rank or, where there are fewer, one for all
 
 `function` must be importable (module level). An exception on any rank is raised here with that rank's traceback, and
 the pool is started anew for the next test.
@@ -90,7 +90,11 @@ def _work(rank: int, size: int, device: str, port: int, pipe: Any, path: list[st
 
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        if torch.cuda.device_count() < size:
+            from gpu.share_gpu import share_gpu
+
+            share_gpu(rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
     while True:

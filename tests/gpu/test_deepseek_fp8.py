@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gpu.share_gpu import two_ranks
 from model_dir import make_model_dir
 from safetensors import safe_open
 
@@ -38,9 +39,8 @@ def inputs(tmp_path_factory):
 
 
 def start(inputs, run_dir, processes: int, *flags) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command = [
-        sys.executable, *(launcher if processes > 1 else []), "applications/lora_finetune.py",
+        *(two_ranks() if processes == 2 else [sys.executable]), "applications/lora_finetune.py",
         "--pretrained", str(inputs[0]), "--dataset", str(inputs[1]), "--plugin", "moe", "--ep", str(processes),
         "--batch_size", str(4 // processes), "--lora_rank", "8", "--lora_alpha", "16", "--lr", "1e-4", "-g",
         "--num_epochs", "9", "--max_steps", str(STEPS), "--save_interval", "2", "--resume", "latest",

@@ -1,4 +1,4 @@
-"""Experts, pipelines, tensors and sequences over NCCL: two GPUs against one."""
+"""Experts, pipelines, tensors and sequences over NCCL: two ranks against one, on two GPUs or sharing one."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import pool
+from gpu.share_gpu import two_ranks
 from parity import reference, run_layout
 from tiny_models import mixtral_config
 
@@ -127,7 +128,7 @@ def test_the_application_trains_exports_and_verifies(tmp_path):
 
     base, data = make_model_dir(tmp_path)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "applications/lora_finetune.py",
+        *two_ranks(), "applications/lora_finetune.py",
         "--pretrained", str(base), "--dataset", str(data), "--plugin", "moe", "--ep", "2", "--lora_rank", "4",
         "--lr", "1e-2", "--num_epochs", "3", "--save_dir", str(tmp_path / "run"),
     ]  # fmt: skip

@@ -58,11 +58,13 @@ def finetune(config: FinetuneConfig) -> None:
         accumulation_steps=config.train.accumulation_steps,
         max_steps=config.train.max_steps,
         skip_nonfinite=config.train.skip_nonfinite,
+        max_skipped=config.train.max_skipped,
         save_dir=config.output.save_dir,
     )
     summary = setup.fit(config, trainer, dataset)
     if summary["stopped"]:
         return
+    setup.check_training(trainer)
     if config.trains_adapter:
         setup.check_router(router_before, frozen_router_hash(part))
     setup.save(config, booster, model, tokenizer, summary)

@@ -30,11 +30,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def split(args: argparse.Namespace) -> int:
     from coati_ext.checkpoint_io.split import join_checkpoint, read_layout, split_checkpoint
+    from coati_ext.utils.sizes import format_bytes
 
     options = {"num_workers": args.workers, "overwrite": args.overwrite}
     if args.join is not None:
         nbytes = join_checkpoint(args.join, args.output, **options)
-        print(f"wrote {args.output}: {nbytes / 1e9:.3f} GB of weights")
+        print(f"wrote {args.output}: {format_bytes(nbytes)} of weights")
         return 0
     report = split_checkpoint(args.pretrained, args.output, read_layout(args.layout), **options)
     print(report.format())

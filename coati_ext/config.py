@@ -140,11 +140,12 @@ class TrainConfig:
     use_grad_checkpoint: bool = arg(False, "recompute activations in the backward pass", short="-g")
     use_flash_attn: bool = arg(False, "use the flash-attn package instead of PyTorch's SDPA", short="-f")
     skip_nonfinite: bool = arg(False, "leave out and count steps whose loss or gradient is not finite")
+    max_skipped: int = arg(10, "stop with an error when so many steps in a row are left out by --skip_nonfinite")
     seed: int = arg(42, "seed of the adapter's start values, of dropout and of the data order")
 
     def __post_init__(self) -> None:
         _one_of(self, "mixed_precision", (*PRECISIONS, None))
-        for name in ("num_epochs", "batch_size", "accumulation_steps"):
+        for name in ("num_epochs", "batch_size", "accumulation_steps", "max_skipped"):
             _at_least(self, 1, name)
         if self.max_steps is not None:
             _at_least(self, 1, "max_steps")

@@ -24,6 +24,7 @@ from coati_ext.checkpoint_io.fp8_format import SCALE_SUFFIX
 from coati_ext.checkpoint_io.fp8_to_bf16 import fp8_to_bf16
 from coati_ext.checkpoint_io.rewrite import WorkOptions
 from coati_ext.kernel.fp8_cast import dequantize_fp8, dequantize_fp8_reference
+from coati_ext.utils.sizes import format_bytes
 
 SHAPES = ((64, 7168, 2048), (64, 2048, 7168), (1, 18432, 7168))
 CPU_SHAPES = ((1, 2048, 7168), (1, 576, 7168))
@@ -82,10 +83,10 @@ def checkpoints(work: Path, source: Path | None, size: int, baseline_bytes: int,
     source = source or work / "fp8"
     if not (source / "config.json").is_file():
         print(f"writing a checkpoint to {source}, which stays there", flush=True)
-        print(f"it has {write_checkpoint(source, size) / 1e9:.1f} GB", flush=True)
+        print(f"it has {format_bytes(write_checkpoint(source, size))}", flush=True)
     device = options.devices()[0]
     lines = [
-        f"input {_nbytes(source) / 1e9:.1f} GB on {_filesystem(source)}, read once before (page cache)",
+        f"input {format_bytes(_nbytes(source))} on {_filesystem(source)}, read once before (page cache)",
         f"output on {_filesystem(work)}; 'with sync' is until all of it is on the disk",
     ]
     _read_all(source)

@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from coati_ext.utils.sizes import format_bytes
+
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -105,7 +107,7 @@ def new_directory(path: Path, *, needed_bytes: int, overwrite: bool = False) -> 
     free = shutil.disk_usage(path.parent).free
     if free < needed_bytes:
         raise OSError(
-            f"{path.parent} has {free / 1e9:.2f} GB free, {path.name} needs {needed_bytes / 1e9:.2f} GB; "
+            f"{path.parent} has {format_bytes(free)} free, {path.name} needs {format_bytes(needed_bytes)}; "
             "free some space or choose another --output"
         )
     partial.mkdir()

@@ -35,6 +35,7 @@ from coati_ext.checkpoint_io.stream import Convert, TensorSpec, row_spans, rows_
 from coati_ext.checkpoint_io.workers import Source, Worker, run_tasks
 from coati_ext.kernel.fp8_cast import dequantize_fp8
 from coati_ext.moe.experts import MoeExperts
+from coati_ext.utils.sizes import format_bytes
 
 _GENERATION = "generation_config.json"
 
@@ -54,7 +55,8 @@ class LoadReport:
     def format(self) -> str:
         percent = 100 * self.nbytes_read / max(self.nbytes_total, 1)
         skipped = f"; left out {self.num_skipped} tensors that training does not use" if self.num_skipped else ""
-        return f"read {self.nbytes_read / 1e9:.1f} GB of {self.nbytes_total / 1e9:.1f} GB ({percent:.1f}%){skipped}"
+        read, total = format_bytes(self.nbytes_read), format_bytes(self.nbytes_total)
+        return f"read {read} of {total} ({percent:.1f}%){skipped}"
 
 
 def build_meta_model(pretrained: str | Path, dtype: torch.dtype, *, use_flash_attn: bool = False) -> PreTrainedModel:
@@ -148,12 +150,17 @@ def _drop_quantization(config: PreTrainedConfig, directory: Path) -> None:
             del part.quantization_config
 
 
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What the class keeps in fp32, by the rules of `from_pretrained` (transformers/modeling_utils.py)."""
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern | None:
+    """Whose `search` finds what the class keeps in fp32 beside weights of `dtype`, by the rules of `from_pretrained`
+    (transformers/modeling_utils.py); None if it keeps nothing."""
     kept = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
     kept |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
-    pattern = re.compile("|".join(name.replace("*", ".*") for name in kept))
-    for name, module, leaf in named_weights(model) if kept else ():
+    return re.compile("|".join(name.replace("*", ".*") for name in sorted(kept))) if kept else None
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    pattern = kept_in_fp32(model, dtype)
+    for name, module, leaf in named_weights(model) if pattern else ():
         tensor = getattr(module, leaf)
         if pattern.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()

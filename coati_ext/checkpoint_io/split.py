@@ -39,6 +39,7 @@ from coati_ext.checkpoint_io.safetensors_file import DTYPES, read_header
 from coati_ext.checkpoint_io.slices import Slice, cut_strips, join_strips
 from coati_ext.checkpoint_io.stream import OutputShard, TensorSpec
 from coati_ext.checkpoint_io.workers import default_num_workers
+from coati_ext.utils.sizes import format_bytes
 
 MANIFEST_NAME = "manifest.json"
 SOURCE_DIR = "source"
@@ -62,10 +63,9 @@ class SplitReport:
     """Files of the model directory that are neither the checkpoint nor known to belong to it."""
 
     def format(self) -> str:
-        least, most = (n / 1e9 for n in self.rank_bytes)
+        least, most = (format_bytes(n) for n in self.rank_bytes)
         lines = [
-            f"{self.num_parts} files, {self.nbytes / 1e9:.3f} GB, for {self.num_ranks} ranks of "
-            f"{least:.3f} to {most:.3f} GB each"
+            f"{self.num_parts} files, {format_bytes(self.nbytes)}, for {self.num_ranks} ranks of {least} to {most} each"
         ]
         return "\n".join(lines + [f"not copied: {', '.join(self.left_out)}"] * bool(self.left_out))
 

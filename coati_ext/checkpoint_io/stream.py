@@ -26,6 +26,7 @@ import torch
 from coati_ext.checkpoint_io.resumable import ResumableDirectory
 from coati_ext.checkpoint_io.safetensors_file import TensorEntry, make_header, num_bytes, read_exactly, write_exactly
 from coati_ext.checkpoint_io.workers import Source, Worker, bytes_of, run_tasks
+from coati_ext.utils.sizes import format_bytes
 
 # One expert projection of DeepSeek-V3 (2048 x 7168) fits. With its scales a strip of FP8 stays within 16 MiB, the
 # granule of a worker's buffers.
@@ -203,8 +204,8 @@ def check_disk(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise OSError(
-            f"{directory} has {free / 1e9:.2f} GB free and {needed_bytes / 1e9:.2f} GB are needed; free some space or "
-            "choose another output"
+            f"{directory} has {format_bytes(free)} free and {format_bytes(needed_bytes)} are needed; free some space "
+            "or choose another output"
         )
 
 

@@ -2,10 +2,10 @@
 
 Faults: colossalai/utils/safetensors.py and shardformer/layer/normalization.py warn at import, in every process, that
 tensornvme and apex should be installed from source; nothing here uses either. zero/low_level/low_level_optim.py calls
-`all_gather_into_tensor`, which torch 2.13 deprecates for another name of the same thing: a warning a rank into the
-progress bar.
+`all_gather_into_tensor` and, under stage 2, `reduce_scatter_tensor`, which torch 2.13 deprecates for other names of the
+same things: warnings of every rank into the progress bar.
 
-Mend: the first two warnings are off while colossalai is imported, the third for good. No other warning is.
+Mend: the first two warnings are off while colossalai is imported, the others for good. No other warning is.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 def silence_deprecations() -> None:
     """Not to be told of calls that only colossalai can change."""
-    message = r"`torch\.distributed\.all_gather_into_tensor` is deprecated"
+    message = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
     warnings.filterwarnings("ignore", message=message, category=FutureWarning)
 
 

@@ -1,9 +1,10 @@
 """Random states, streams and memory queries of colossalai's accelerator on a CPU.
 
 Fault: colossalai/accelerator/cpu_accelerator.py raises "this method is not supported for cpu accelerator" from methods
-that colossalai calls on every device (ZeRO's streams, `load_optimizer`'s synchronize, the seeds of tensor parallelism)
-and `get_rng_state` passes a device to a function without arguments. ZeRO then gives the stream to
-`Tensor.record_stream` (colossalai/zero/low_level/low_level_optim.py), which takes no CPU stream.
+that colossalai calls on every device (ZeRO's streams, `load_optimizer`'s synchronize, the seeds of tensor parallelism,
+the count of devices in fp16's loss scaler) and `get_rng_state` passes a device to a function without arguments. ZeRO
+then gives the stream to `Tensor.record_stream` (colossalai/zero/low_level/low_level_optim.py), which takes no CPU
+stream.
 
 Mend: torch's own CPU versions of those calls, which exist for device-agnostic code and do nothing; memory is the
 process's resident memory in bytes.
@@ -69,6 +70,10 @@ def _current_device(self: Any) -> torch.device:
     return torch.device("cpu")
 
 
+def _device_count(self: Any) -> int:
+    return 1
+
+
 def _new_stream(self: Any, device: Any = None, priority: int = 0, **kwargs: Any) -> torch.cpu.Stream:
     return torch.cpu.Stream()
 
@@ -95,6 +100,7 @@ def _nothing(self: Any, device: Any = None) -> None:
 
 _METHODS: dict[str, Callable] = {
     "current_device": _current_device,
+    "device_count": _device_count,
     "synchronize": _nothing,
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,

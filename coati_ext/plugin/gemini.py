@@ -12,13 +12,15 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.booster.plugin.gemini_plugin import GeminiCheckpointIO
-from colossalai.interface import ModelWrapper
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load import build_meta_model
 from coati_ext.models.targets import structure_of
+from coati_ext.plugin.module import drop_frozen, freeze_fp32
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,6 +62,16 @@ class FullGeminiPlugin(GeminiPlugin):
         """
         if structure_of(model).num_experts:
             raise ValueError(f"--plugin gemini is for dense models; use --plugin moe for {type(model).__name__}")
+
+    def configure(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[nn.Module, OptimizerWrapper, Any, Any, Any]:
+        """As upstream's, with what the model keeps in fp32 frozen, see `freeze_fp32`."""
+        if not isinstance(model, ModelWrapper):
+            freeze_fp32(model, self.dtype, self.logger)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            drop_frozen(optimizer)
+        return super().configure(model, optimizer, *args, **kwargs)
 
     def get_checkpoint_io(self) -> "_CheckpointIO":
         return _CheckpointIO()

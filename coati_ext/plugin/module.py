@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelModule
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from coati_ext.checkpoint_io.load import kept_in_fp32
 from coati_ext.models.shard import stage_forward
 
 
@@ -25,6 +27,33 @@ class DecoderModule(HybridParallelModule):
             kwargs = tree_map(self.convert_fn, kwargs)
         first, last = self.stage_manager.is_first_stage(), self.stage_manager.is_last_stage()
         return stage_forward(self.module, is_first=first, is_last=last, **kwargs)
+
+
+def freeze_fp32(model: nn.Module, dtype: torch.dtype, logger: Any) -> None:
+    """Before full fine-tuning in 16 bits: freeze what the model class keeps in fp32, which ZeRO and Gemini would round.
+
+    So is what is fp32 beside 16-bit weights, such as the routers of some classes. Rank 0 is told which. A model with
+    LoRA is left as it is.
+    """
+    if hasattr(model, "lora_report") or dtype == torch.float32:
+        return
+    pattern, mixed = kept_in_fp32(model, dtype), any(p.dtype == dtype for p in model.parameters())
+    found = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and ((pattern and pattern.search(name)) or (mixed and p.dtype == torch.float32))
+    ]
+    for name in found:
+        model.get_parameter(name).requires_grad_(False)
+    if found:
+        shown = f"{found[0]}, …" if len(found) > 1 else found[0]
+        logger.warning(f"not trained: {len(found)} weights that the model keeps in fp32 ({shown})", ranks=[0])
+
+
+def drop_frozen(optimizer: Optimizer) -> None:
+    """Leave its trainable parameters to an optimizer; ZeRO would cast the frozen ones of a script's parameters()."""
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
 
 
 def _kept_in_their_precision(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from coati_ext.models.targets import structure_of
 from coati_ext.models.tensor_parallel_layers import Cut
 from coati_ext.moe.experts import MoeExperts
 from coati_ext.plugin.checkpoint import MoeLoraCheckpointIO
-from coati_ext.plugin.module import DecoderModule
+from coati_ext.plugin.module import DecoderModule, drop_frozen, freeze_fp32
 from coati_ext.plugin.policy import DecoderPolicy
 from coati_ext.plugin.schedule import MicroBatchSchedule
 from coati_ext.plugin.zero import NO_ADAPTER, DecoderZeroOptimizer
@@ -202,10 +202,14 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
-        """As upstream's, but ZeRO also runs in fp32 and the optimizer knows the two reduction groups."""
+        """As upstream's, but ZeRO also runs in fp32 and the optimizer knows the two reduction groups.
+
+        In full fine-tuning under bf16 or fp16, weights that the model keeps in fp32 are frozen, see `freeze_fp32`.
+        """
+        if not isinstance(model, ModelWrapper):
+            freeze_fp32(model, self.dtype, self.logger)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            for group in optimizer.param_groups:  # ZeRO would cast the frozen ones of a script's model.parameters()
-                group["params"] = [p for p in group["params"] if p.requires_grad]
+            drop_frozen(optimizer)
         param_info = get_param_info(optimizer)
         if not isinstance(model, ModelWrapper):
             model = self._wrap(model)

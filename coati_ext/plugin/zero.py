@@ -66,10 +66,11 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
         """As upstream's. When fp16 overflows the step is skipped, and `get_grad_norm` is None until the next.
 
         Raises:
-            FloatingPointError: the gradient norm is not finite (on every rank alike); nothing was updated.
+            FloatingPointError: the gradient norm is not finite, or fp16 overflows at the lowest loss scale (on every
+                rank alike); nothing was updated.
         """
         self._current_grad_norm = None
-        self._loss_scale = self._scaler.scale.item() if self._scaler is not None else 1.0  # `step` may raise it first
+        self._loss_scale = self.loss_scale or 1.0  # `step` may raise it first
         try:
             super().step(closure)
         except FloatingPointError:
@@ -78,6 +79,14 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
                 for master in masters:
                     master.grad = None
             raise
+        overflowed = self._scaler is not None and self.require_grad_sync and self._current_grad_norm is None
+        if overflowed and self._scaler._min_scale is not None and self._loss_scale <= self._scaler._min_scale.item():
+            raise FloatingPointError(f"the fp16 gradients overflow at loss scale {self._loss_scale:g}, the lowest")
+
+    @property
+    def loss_scale(self) -> float | None:
+        """fp16's; None in other precisions."""
+        return None if self._scaler is None else self._scaler.scale.item()
 
     def state_pieces(self) -> dict[Piece, torch.Tensor]:
         """fp32 parameters and states of the optimizer that this rank holds; what several hold, on one of them."""

@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity began: the first module of the forward, or the adapter tensors, that are not finite."""
+"""Where a NaN or an infinity began: the first module of the forward, or the trained tensors, that are not finite."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +47,22 @@ def report_nonfinite(
     if first is None:
         return "Done again, the step is finite: look for a kernel that is not deterministic, or a failing device."
     return f"On rank {first[2]} {first[1]}."
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise on every rank if a trained weight of any of them is not finite; a collective.
+
+    Raises:
+        ValueError: names the rank and its first such weights.
+    """
+    names = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _some(names) if names else None)
+    for rank, shown in enumerate(found):
+        if shown is not None:
+            raise ValueError(
+                f"after the last step weights on rank {rank} are not finite: {shown} (lower --lr); nothing is saved"
+            )
 
 
 def _some(names: list[str]) -> str:

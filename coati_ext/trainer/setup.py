@@ -20,12 +20,14 @@ from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConver
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
 from coati_ext.models.targets import resolve_targets, structure_of
+from coati_ext.trainer.nonfinite import check_weights
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
 from coati_ext.utils.preflight import read_model_config
+from coati_ext.utils.sizes import format_bytes
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
@@ -103,7 +105,7 @@ def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> Pr
     )
     total = torch.tensor(report.nbytes_read, device=current_device())
     dist.all_reduce(total)
-    print_rank_0(f"weights: rank 0 {report.format()}; all {dist.get_world_size()} ranks {total.item() / 1e9:.1f} GB")
+    print_rank_0(f"weights: rank 0 {report.format()}; all {dist.get_world_size()} ranks {format_bytes(total.item())}")
     if config.train.use_grad_checkpoint:
         enable_recompute(model)
     if config.data.packing:
@@ -115,13 +117,6 @@ def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrained
     """All weights under `--lora_rank 0`; else a new adapter, or that of `--init_adapter` with its rank and targets."""
     if not config.trains_adapter:
         print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
-        kept = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != booster.plugin.dtype]
-        for name in kept:
-            model.get_parameter(name).requires_grad_(False)
-        if kept:
-            print_rank_0(
-                f"but for {len(kept)} that the model keeps in fp32 and 16-bit training would round: {kept[0]}, …"
-            )
         return
     start = config.lora.init_adapter
     if start is None:
@@ -202,9 +197,33 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         "loss_last": trainer.loss_last,
         "seconds": round(time.perf_counter() - start, 1),
         "memory_gb": round(peak_memory_gb(), 2),
-        "num_skipped": trainer.num_skipped,
+        "skipped": _skipped(trainer),
         "stopped": keeper.stopped_by is not None,
     }
+
+
+def check_training(trainer: SFTTrainer) -> None:
+    """Before an export: a collective.
+
+    Raises:
+        ValueError: no step was taken, or the trained weights are not finite.
+    """
+    if trainer.num_taken == 0:
+        why = " and ".join(_skipped(trainer))
+        raise ValueError(f"none of the {trainer.step} steps was taken: {why}; nothing is saved")
+    if hasattr(trainer.optimizer, "state_pieces"):  # Gemini's parameters cannot be read at any time
+        check_weights(trainer.model)
+
+
+def _skipped(trainer: SFTTrainer) -> list[str]:
+    """How many steps were left out, by why."""
+    lines, scale = [], getattr(trainer.optimizer, "loss_scale", None)
+    if trainer.num_skipped:
+        lines.append(f"{trainer.num_skipped} steps were not finite and left out")
+    if trainer.num_overflowed:
+        now = f", which is {scale:g} now" if scale else ""
+        lines.append(f"{trainer.num_overflowed} steps overflowed and lowered fp16's loss scale{now}")
+    return lines
 
 
 def save(
@@ -220,6 +239,7 @@ def save(
     card = {
         "Data": f"{config.data.dataset}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
         "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
+        **({"Left out": ", ".join(summary["skipped"])} if summary["skipped"] else {}),
         "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
     }
     save_dir = Path(config.output.save_dir)
@@ -232,11 +252,10 @@ def save(
         saved = save_dir / MODEL_DIR
         booster.checkpoint_io.save_model(model, str(saved), tokenizer=tokenizer)
         lines = [f"model saved in {saved}, under the names of {config.pretrained}"]
-    if summary["num_skipped"]:
-        lines.insert(0, f"{summary['num_skipped']} steps were not finite and left out (see skipped in metrics.jsonl)")
+    lines = [f"{skipped} (see skipped in metrics.jsonl)" for skipped in summary["skipped"]] + lines
     print_rank_0(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "
-        f"{summary['loss_last']:.4f}, peak memory {summary['memory_gb']} GB on rank 0",
+        f"{summary['loss_last']:.4f}, peak memory {format_bytes(1e9 * summary['memory_gb'])} on rank 0",
         *lines,
     )
 

@@ -38,7 +38,8 @@ Batch = dict[str, torch.Tensor]
 class StepResult:
     """Of one optimizer step, over all ranks.
 
-    `grad_norm` is before clipping; None if the step was skipped, because fp16 overflowed or for `skip_reason`.
+    `grad_norm` is before clipping; None if the step was skipped, for `skip_reason`. `overflowed`: skipped only because
+    fp16's loss scale was too high, and now is lower.
     """
 
     loss: float
@@ -46,6 +47,7 @@ class StepResult:
     num_supervised_tokens: int
     num_tokens: int
     skip_reason: str | None = None
+    overflowed: bool = False
 
 
 class SFTTrainer:
@@ -61,6 +63,8 @@ class SFTTrainer:
         microbatch_size: rows that go through the pipeline at a time.
         max_steps: end after this many optimizer steps.
         skip_nonfinite: leave out a step whose loss or gradient is not finite, and count it, instead of stopping.
+        max_skipped: stop with an error after so many such steps without one that was taken. Steps that fp16 skips to
+            lower its loss scale are counted apart and are not among them; at the lowest scale an overflow is.
         save_dir: where the batch of such a step is written.
     """
 
@@ -80,6 +84,7 @@ class SFTTrainer:
         accumulation_steps: int = 1,
         max_steps: int | None = None,
         skip_nonfinite: bool = False,
+        max_skipped: int = 10,
         save_dir: str | None = None,
     ):
         self.booster, self.model, self.optimizer, self.lr_scheduler = booster, model, optimizer, lr_scheduler
@@ -88,13 +93,20 @@ class SFTTrainer:
         self.microbatch_size = microbatch_size
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
-        self.skip_nonfinite, self.save_dir = skip_nonfinite, save_dir
+        self.skip_nonfinite, self.max_skipped, self.save_dir = skip_nonfinite, max_skipped, save_dir
         self.criterion = GPTLMLoss()
         self.device = current_device()
-        self.step = 0  # optimizer steps done
-        self.num_skipped = 0
-        self.loss_first: float | None = None
+        self.step = 0  # optimizer steps done, skipped ones included
+        self.num_skipped = 0  # not finite
+        self.num_skipped_in_a_row = 0
+        self.num_overflowed = 0  # skipped to lower fp16's loss scale
+        self.loss_first: float | None = None  # of steps that were taken
         self.loss_last: float | None = None
+
+    @property
+    def num_taken(self) -> int:
+        """Steps that updated the weights."""
+        return self.step - self.num_skipped - self.num_overflowed
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.
@@ -129,9 +141,9 @@ class SFTTrainer:
             raise ValueError(f"step {self.step + 1}: the gradient norm is {grad_norm}; the weights are lost")
         self.optimizer.zero_grad()
         if grad_norm is None:
-            self.num_skipped += 1
-            reason = "the fp16 gradients overflowed; the loss scale was lowered"
-            return StepResult(loss=loss, grad_norm=None, skip_reason=reason, **counts)
+            scale = getattr(self.optimizer, "loss_scale", None)
+            reason = f"the fp16 gradients overflowed; the loss scale is now {scale:g}" if scale else "fp16 overflowed"
+            return StepResult(loss=loss, grad_norm=None, skip_reason=reason, overflowed=True, **counts)
         self.lr_scheduler.step()
         return StepResult(loss=loss, grad_norm=grad_norm, **counts)
 
@@ -191,7 +203,6 @@ class SFTTrainer:
         self.optimizer.zero_grad()
         if not self.skip_nonfinite:
             raise ValueError(f"step {self.step + 1}: {what}; the weights were not updated. {cause}")
-        self.num_skipped += 1
         return StepResult(loss=loss, grad_norm=None, skip_reason=f"{what}. {cause}", **counts)
 
     def _repeat(self, micro_batches: list[Batch]) -> None:
@@ -215,6 +226,9 @@ class SFTTrainer:
 
         Args:
             after_step: called after each step; training ends early where it returns true (on every rank alike).
+
+        Raises:
+            ValueError: see `train_step`; `max_skipped` steps were not finite without one that was taken.
         """
         self.model.train()
         reset_expert_load(self.model)
@@ -232,18 +246,36 @@ class SFTTrainer:
                 start = time.perf_counter()
                 lr = self.lr_scheduler.get_last_lr()[0]
                 result = self.train_step(micro_batches)
-                self.step += 1
-                self.loss_first = result.loss if self.loss_first is None else self.loss_first
-                self.loss_last = result.loss
+                self._count(result)
                 tokens_per_s = result.num_tokens / (time.perf_counter() - start)
                 losses.append(result.loss)
                 bar.set_postfix_str(_postfix(result, tokens_per_s), refresh=False)
                 bar.update()
                 extra = {"skipped": result.skip_reason} if result.skip_reason else {}
                 logger.log(self.step, {**_scalars(result, lr, tokens_per_s), **self._expert_load()}, **extra)
+                self._stop_if_lost(result)
                 if after_step(self):
                     break
         return losses
+
+    def _count(self, result: StepResult) -> None:
+        self.step += 1
+        if result.overflowed:
+            self.num_overflowed += 1
+        elif result.skip_reason is not None:
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+        else:
+            self.num_skipped_in_a_row = 0
+            self.loss_first = result.loss if self.loss_first is None else self.loss_first
+            self.loss_last = result.loss
+
+    def _stop_if_lost(self, result: StepResult) -> None:
+        if self.num_skipped_in_a_row >= self.max_skipped:
+            raise ValueError(
+                f"step {self.step}: {self.num_skipped_in_a_row} steps in a row were not finite and left out "
+                f"(--max_skipped {self.max_skipped}); training has stopped. The last one: {result.skip_reason}"
+            )
 
     def _steps(self) -> Iterator[list[Batch]]:
         """From `self.step` on; an epoch's last step may have fewer micro-batches."""
@@ -324,5 +356,6 @@ def _scalars(result: StepResult, lr: float, tokens_per_s: float) -> dict[str, fl
 
 
 def _postfix(result: StepResult, tokens_per_s: float) -> str:
-    norm = "not finite, skipped" if result.grad_norm is None else f"{result.grad_norm:.3f}"
+    skipped = "fp16 overflow, skipped" if result.overflowed else "not finite, skipped"
+    norm = skipped if result.grad_norm is None else f"{result.grad_norm:.3f}"
     return f"loss {result.loss:.4f}, grad norm {norm}, {tokens_per_s:,.0f} tok/s"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from coati_ext.checkpoint_io.state_manifest import checkpoints
 from coati_ext.checkpoint_io.training_state import TrainingState, agree_on_training_state, save_training_state
@@ -18,6 +19,8 @@ from coati_ext.utils.preemption import PreemptionGuard
 CHECKPOINTS_DIR = "checkpoints"
 # Flags that may differ between a run and its continuation without a word.
 _FREE = {"save_dir", "tensorboard_dir", "config_file", "resume", "save_interval", "keep_last", "config", "init_adapter"}
+# Of the trainer, what a continuation goes on counting.
+_COUNTED = ("num_skipped", "num_skipped_in_a_row", "num_overflowed", "loss_first", "loss_last")
 
 
 class StateKeeper:
@@ -42,7 +45,6 @@ class StateKeeper:
         self.trainer, self.root = trainer, Path(save_dir) / CHECKPOINTS_DIR
         self.settings, self.data_fingerprint = settings, data_fingerprint
         self.save_interval, self.keep_last = save_interval, keep_last
-        self.loss_first: float | None = None
         self.guard = PreemptionGuard()
         self.stopped_by: str | None = None
 
@@ -77,9 +79,7 @@ class StateKeeper:
             "data_fingerprint": self.data_fingerprint,
             "global_batch": self._global_batch(),
             "num_steps": trainer.num_steps,
-            "num_skipped": trainer.num_skipped,
-            "loss_first": trainer.loss_first,
-            "loss_last": trainer.loss_last,
+            **{name: getattr(trainer, name) for name in _COUNTED},
             "lr_schedule_position": trainer.lr_scheduler.last_epoch,
             **trainer.optimizer.shared_state(),
         }
@@ -112,14 +112,10 @@ class StateKeeper:
         self._check(saved)
         trainer = self.trainer
         trainer.optimizer.load_state(saved)
-        schedule, position = trainer.lr_scheduler, saved.shared_state["lr_schedule_position"]
-        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": position, "_step_count": position + 1})
-        schedule._last_lr = schedule.get_lr()  # of this run's schedule, which may be another
-        for group, lr in zip(trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-            group["lr"] = lr
+        _set_position(trainer.lr_scheduler, saved.shared_state["lr_schedule_position"])
         trainer.step = saved.step
-        for name in ("num_skipped", "loss_first", "loss_last"):
-            setattr(trainer, name, saved.shared_state[name])
+        for name in _COUNTED:
+            setattr(trainer, name, saved.shared_state.get(name, getattr(trainer, name)))
         own = saved.rank_state(dist.get_rank())
         if own is not None:
             restore_random_states(own)
@@ -173,6 +169,12 @@ class StateKeeper:
         if changed:
             shown = ", ".join(f"--{key} {before} -> {after}" for key, (before, after) in changed.items())
             print_rank_0(f"resumed with other flags than saved: {shown}")
+
+
+def _set_position(schedule: LRScheduler, position: int) -> None:
+    """With the rates of this run's schedule, which may be another than the saved one: its last step is done again."""
+    schedule.load_state_dict({**schedule.state_dict(), "last_epoch": position - 1, "_step_count": 0})
+    schedule.step()
 
 
 def random_states() -> dict[str, Any]:

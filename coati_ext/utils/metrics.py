@@ -1,6 +1,7 @@
 """Metrics of a run: TensorBoard and one JSON object a step, written by rank 0."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ class MetricsLogger:
         self._jsonl = open(jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 (held open for the run, closed in close)
 
     def log(self, step: int, scalars: dict[str, float], **extra: Any) -> None:
-        """Args: scalars by TensorBoard tag; extra goes to the JSON line only."""
+        """What is not finite is null in the JSON line, which has no NaN, and left out of TensorBoard.
+
+        Args:
+            scalars: by TensorBoard tag.
+            extra: goes to the JSON line only; what JSON can hold.
+        """
         if self._writer is None:
             return
+        scalars = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
         for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
-        self._jsonl.write(json.dumps({"step": step, **scalars, **extra}) + "\n")
+            if value is not None:
+                self._writer.add_scalar(tag, value, step)
+        self._jsonl.write(json.dumps({"step": step, **scalars, **extra}, allow_nan=False) + "\n")
         self._jsonl.flush()
 
     def close(self) -> None:

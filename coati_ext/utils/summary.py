@@ -19,13 +19,14 @@ def summarise(run_dir: str | Path, *, question: str, before: str, after: str, se
     run_dir = Path(run_dir)
     upcycled, verified = _read(run_dir / "upcycle.json"), _read(run_dir / "verify.json")
     steps = [json.loads(line) for line in _text(run_dir / "metrics.jsonl").splitlines()]
-    if not steps:
-        raise ValueError(f"{run_dir / 'metrics.jsonl'} is empty: no step was trained")
+    losses = [step["loss"] for step in steps if "skipped" not in step]
+    if not losses:
+        raise ValueError(f"{run_dir / 'metrics.jsonl'}: no step was trained")
     summary = {
         "upcycle_max_logit_diff": upcycled["max_logit_diff"],
         "steps": len(steps),
-        "loss_first": steps[0]["loss"],
-        "loss_last": steps[-1]["loss"],
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
         "adapter_max_logit_diff": verified["max_logit_diff"],
         "tensors_applied": verified["tensors_applied"],
         "tensors_missing": len(verified["tensors_missing"]),

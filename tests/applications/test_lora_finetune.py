@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from model_dir import make_model_dir
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -127,6 +128,23 @@ def test_a_broken_line_is_named_once_and_ends_every_rank(inputs, tmp_path):
     assert process.stderr.count("broken.jsonl:13:") == 1
     skipped = finetune(inputs[0], data, tmp_path / "run", "--skip_bad_lines", "--max_steps", "1")
     assert skipped.returncode == 0 and "1 bad" in skipped.stdout.lower(), skipped.stdout
+
+
+def test_a_run_that_skips_step_after_step_fails_on_every_rank_and_exports_nothing(inputs, tmp_path):
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(inputs[0], base)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    flags = ["--skip_nonfinite", "--max_skipped", "2", "--ep", "2", "-n", "3"]
+    process = finetune(base, inputs[1], run_dir, *flags, launched=True)
+    assert process.returncode == 1
+    assert process.stderr.count("2 steps in a row were not finite and left out (--max_skipped 2)") == 1
+    assert not (run_dir / "lora").exists() and len(steps_of(run_dir)) == 2
+    assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
+    process = finetune(base, inputs[1], run_dir, "--skip_nonfinite", "--max_steps", "1")
+    assert process.returncode == 1 and "none of the 1 steps was taken" in process.stderr, process.stderr
+    assert not (run_dir / "lora").exists()
 
 
 def test_a_killed_rank_ends_all_ranks_and_leaves_no_half_adapter(inputs, tmp_path):

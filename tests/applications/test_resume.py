@@ -15,6 +15,8 @@ import torch
 from model_dir import make_model_dir
 from safetensors.torch import load_file
 
+from coati_ext.trainer.sft import cosine_with_warmup
+
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 
@@ -156,6 +158,17 @@ def test_sigterm_saves_and_ends_well_and_other_layouts_go_on_with_the_same_traje
     assert losses == pytest.approx(expected, rel=1e-4)
     for key, tensor in adapter_of(whole).items():
         assert (adapter_of(run_dir)[key] - tensor).norm() <= 1e-3 * tensor.norm(), key
+
+
+def test_a_resume_under_zero2_warns_of_nothing(inputs, tmp_path):
+    flags = ("--plugin", "zero2", "--save_interval", "1")
+    for extra in (("--max_steps", "2"), ("--max_steps", "4", "--resume", "latest")):
+        process = start(inputs, tmp_path, *flags, *extra, processes=2)
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0 and "Warning" not in err.replace("SyntaxWarning", ""), out + err
+    rates = [row["learning_rate"] for row in steps_of(tmp_path)]
+    factors = [cosine_with_warmup(4, 1)(step) for step in (2, 3)]  # of the second run's schedule
+    assert rates[2:] == [pytest.approx(1e-2 * factor) for factor in factors]
 
 
 def test_a_rank_killed_under_expert_parallelism_resumes_to_the_same_adapter(inputs, tmp_path):

@@ -150,6 +150,8 @@ def test_generation_settings_are_those_of_the_directory(tmp_path):
 def test_a_report_is_one_line():
     report = LoadReport(nbytes_read=12_345_678_901, nbytes_total=689 * 10**9, num_tensors=9, num_skipped=0)
     assert report.format() == "read 12.3 GB of 689.0 GB (1.8%)"
+    tiny = LoadReport(nbytes_read=85_056, nbytes_total=170_112, num_tensors=9, num_skipped=0)
+    assert tiny.format() == "read 85.1 KB of 170.1 KB (50.0%)"
 
 
 # --- many ranks

@@ -229,7 +229,7 @@ def test_a_full_disk_is_found_before_any_work(checkpoint, tmp_path, monkeypatch)
 
     monkeypatch.setattr(stream.shutil, "disk_usage", lambda path: Usage)
     doubled = Doubled(checkpoint)
-    with pytest.raises(OSError, match=r"0\.00 GB free"):
+    with pytest.raises(OSError, match=r"has 1\.0 KB free"):
         doubled.run(tmp_path / "out")
     assert doubled.count == 0
     assert not (tmp_path / "out.incomplete").exists()

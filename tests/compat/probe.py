@@ -94,10 +94,12 @@ def zero_refuses_other_dtypes() -> None:
 
 
 def gather() -> None:
-    """The call of ZeRO's `step` that torch 2.13 deprecates; it works all the same."""
+    """The calls of ZeRO's `step` and reduction that torch 2.13 deprecates; they work all the same."""
     out = torch.empty(2)
     dist.all_gather_into_tensor(out, torch.ones(2))
     assert out.sum() == 2
+    dist.reduce_scatter_tensor(out, 2 * torch.ones(2))
+    assert out.sum() == 4
 
 
 CHECKS: list[Callable[[], None]] = [rng, streams, memory, p2p, zero, zero_refuses_other_dtypes, gather]
@@ -143,7 +145,7 @@ def main() -> None:
             report["applied with a GPU"] = applied_with_a_gpu()
     messages = sorted({str(warning.message) for warning in caught})
     report["advice"] = [message for message in messages if "Please install" in message]
-    report["deprecations"] = [message for message in messages if "all_gather_into_tensor` is deprecated" in message]
+    report["deprecations"] = [message for message in messages if "_tensor` is deprecated" in message]
 
     import peft.import_utils
     import transformers.utils

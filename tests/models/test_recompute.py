@@ -3,9 +3,11 @@
 import pytest
 import torch
 from distributed import pool
-from tiny_models import tiny_model, token_batch
+from tiny_models import CONFIGS, tiny_model, token_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati_ext.models.recompute import enable_recompute
+from coati_ext.models.recompute import _KeepChoices, _RepeatChoices, enable_recompute
+from coati_ext.models.targets import structure_of
 from coati_ext.moe import MoeExperts
 from coati_ext.moe.experts import shard_experts
 
@@ -64,3 +66,46 @@ def train_with_ep() -> list[bool]:
 
 def test_it_is_bit_equal_under_expert_parallelism():
     assert all(all(equal) for equal in pool(2).run(train_with_ep))
+
+
+# All whose layers call `topk` and are experts layers to us; jamba's block routes in its own forward.
+CHOOSING = [name for name in CONFIGS if name not in ("llama", "gpt_oss", "nemotron_h", "longcat_flash", "phimoe")]
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+def test_every_choice_of_a_layer_is_repeated_and_little_else_is_watched(family, monkeypatch):
+    """`topk` in the layers happens where the mode is on, and attention's and the experts' products where it is off."""
+    model = tiny_model(family)
+    enable_recompute(model)
+    enable_recompute(model)  # a second call adds no second mode
+    model.train()
+    watched: dict[type, list[str]] = {_KeepChoices: [], _RepeatChoices: []}
+    for mode, names in watched.items():
+        own = mode.__torch_dispatch__
+
+        def dispatch(self, function, types, args=(), kwargs=None, own=own, names=names):
+            names.append(str(function))
+            return own(self, function, types, args, kwargs)
+
+        monkeypatch.setattr(mode, "__torch_dispatch__", dispatch)
+    ids = token_batch(2, 9)
+    with CountTopk() as everywhere:
+        model(input_ids=ids, labels=ids).loss.backward()
+    kept, repeated = (names.count("aten.topk.default") for names in watched.values())
+    assert kept == repeated > 0
+    assert everywhere.count == kept  # the recomputation gathers instead of choosing
+    products = sum(name in ("aten.mm.default", "aten.addmm.default") for name in watched[_KeepChoices])
+    num_routers = sum(c.projection == "up_proj" for c in structure_of(model).candidates)
+    num_indexers = sum(name.endswith(".indexer") for name, _ in model.named_modules())
+    if family != "jamba":
+        assert products <= num_routers + 3 * num_indexers
+
+
+class CountTopk(TorchDispatchMode):
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.topk.default
+        return function(*args, **(kwargs or {}))

@@ -1,10 +1,14 @@
 """What MoeLoraPlugin refuses, keeps and saves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from distributed import pool
 from peft import LoraConfig
 from tiny_models import tiny_model, token_batch
+
+from coati_ext.checkpoint_io.load import kept_in_fp32
 
 
 def plugin_and_booster(**kwargs):
@@ -223,6 +227,42 @@ def moved(family: str, plugin_kwargs: dict) -> list[str]:
 )
 def test_full_fine_tuning_moves_every_parameter_of_an_optimizer_made_before_boost(family, kwargs):
     assert pool(2).run(moved, family, kwargs) == [[], []]
+
+
+def kept_in_full_fine_tuning(family: str, precision: str, load_in_16_bits: bool) -> dict:
+    """What two steps of full fine-tuning through the Booster API leave as it was, and what is said of it."""
+    plugin, booster = plugin_and_booster(precision=precision)
+    said = []
+    plugin.logger = SimpleNamespace(warning=lambda text, ranks: said.append((text, ranks)))
+    model = tiny_model(family)
+    if load_in_16_bits:
+        kept = kept_in_fp32(model, plugin.dtype)
+        for name, p in model.named_parameters():
+            p.data = p.data if kept.search(name) else p.data.to(plugin.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inner = model
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for _ in range(2):
+        step(booster, model, optimizer)
+    after = dict(inner.named_parameters())
+    same = [n for n in before if after[n].dtype == before[n].dtype and torch.equal(after[n], before[n])]
+    return {"same": same, "dtypes": {str(after[name].dtype) for name in same}, "said": said}
+
+
+@pytest.mark.parametrize("load_in_16_bits", [False, True])
+def test_full_fine_tuning_in_bf16_freezes_what_the_class_keeps_in_fp32_and_says_so(load_in_16_bits):
+    (answer,) = pool(1).run(kept_in_full_fine_tuning, "ernie4_5_moe", "bf16", load_in_16_bits)
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in (1, 2)]
+    names = [f"{gate}.{leaf}" for gate in gates for leaf in ("weight", "moe_statics.e_score_correction_bias")]
+    assert (sorted(answer["same"]), answer["dtypes"]) == (sorted(names), {"torch.float32"})
+    text = f"not trained: 2 weights that the model keeps in fp32 ({gates[0]}.weight, …)"
+    assert answer["said"] == [(text, [0])]
+
+
+def test_in_fp32_nothing_is_frozen():
+    (answer,) = pool(1).run(kept_in_full_fine_tuning, "ernie4_5_moe", "fp32", False)
+    assert answer["said"] == [] and all("moe_statics" in name for name in answer["same"])
 
 
 def zero_offload(offload: bool) -> list[float]:

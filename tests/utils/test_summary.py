@@ -36,6 +36,17 @@ def test_what_went_wrong_is_named(tmp_path, bad, problem):
     assert problem in format_summary(summary)
 
 
+def test_losses_are_of_steps_that_were_taken(tmp_path):
+    make_run(tmp_path)
+    metrics, skipped = tmp_path / "metrics.jsonl", json.dumps({"loss": None, "skipped": "the loss is nan"}) + "\n"
+    metrics.write_text(skipped + metrics.read_text() + skipped)
+    summary = summarise(tmp_path, question="", before="", after="", seconds=0)
+    assert (summary["loss_first"], summary["loss_last"]) == (4.0, 2.0)
+    metrics.write_text(skipped)
+    with pytest.raises(ValueError, match="no step was trained"):
+        summarise(tmp_path, question="", before="", after="", seconds=0)
+
+
 def test_a_step_that_did_not_run_is_named(tmp_path):
     make_run(tmp_path)
     (tmp_path / "verify.json").unlink()

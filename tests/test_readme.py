@@ -1,10 +1,12 @@
 """The README's example and commands are true."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
-from distributed import pool
 from model_dir import make_model_dir
 
 from coati_ext.cli import parse_config
@@ -18,32 +20,34 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def run_example(code: str, base: str, directory: str) -> float:
-    """Execute the README's lines on this rank, as a script that has loaded a batch would."""
-    import os
-
-    import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
-
-    os.chdir(directory)
-    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
-    scope = {"torch": torch, "LoraConfig": LoraConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
-    scope.update(base=base, ids=ids)
-    exec(code, scope)
-    return scope["optimizer"].get_grad_norm()
+def run_script(folder: Path, *launcher: str, code: str, base: Path) -> subprocess.CompletedProcess:
+    (folder / "script.py").write_text(code)
+    command = [sys.executable, *launcher, "script.py", str(base)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def test_the_booster_example_runs_as_printed_and_its_adapter_verifies(tmp_path):
+def test_the_booster_script_runs_as_printed_and_its_adapter_verifies(tmp_path):
     from coati_ext.checkpoint_io.verify import verify_adapter
 
     (code,) = blocks("python")
-    assert len(code.strip().splitlines()) <= 14
+    assert "started with: torchrun --nproc_per_node 2 script.py MODEL_DIR" in code
     base, _ = make_model_dir(tmp_path)
-    norms = pool(2).run(run_example, code, str(base), str(tmp_path))
-    assert norms[0] == norms[1] > 0
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    process = run_script(tmp_path, *launcher, code=code, base=base)
+    assert process.returncode == 0, process.stdout + process.stderr
     report = verify_adapter(base, tmp_path / "adapter")
     assert report.passed, report.format()
+
+
+def test_a_script_that_does_not_launch_is_told_what_to_do(tmp_path):
+    (code,) = blocks("python")
+    code = "".join(line for line in code.splitlines(keepends=True) if "launch_from_torch" not in line)
+    process = run_script(tmp_path, code=code, base=tmp_path)
+    assert process.returncode == 1
+    assert "call colossalai.launch_from_torch(seed=42) first" in process.stderr
+    assert "torchrun --nproc_per_node N script.py" in process.stderr
 
 
 def commands_of(application: str) -> list[list[str]]:

@@ -31,7 +31,7 @@ from coati_ext.checkpoint_io.adapter_config import (
     read_shapes,
 )
 from coati_ext.checkpoint_io.adapter_directory import replace_directory, write_json
-from coati_ext.checkpoint_io.model_card import model_card, package_versions
+from coati_ext.checkpoint_io.model_card import CARD_NAME, adapter_card, package_versions
 from coati_ext.checkpoint_io.names import FACTORS, LoraTensor, to_disk
 from coati_ext.models.lora import ADAPTER_NAME
 from coati_ext.models.targets import structure_of
@@ -109,7 +109,8 @@ def save_adapter(
             configs = _configs(model, stacks, base_model_name_or_path)
             with replace_directory(Path(directory)) as new:
                 write_files(new, tensors, configs)
-                (new / "README.md").write_text(model_card(model, base_model_name_or_path, tensors, card or {}))
+                text = adapter_card(model, base_model_name_or_path, directory, tensors, card or {})
+                (new / CARD_NAME).write_text(text)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(str(new))
     except Exception as raised:
@@ -243,8 +244,8 @@ def write_files(new: Path, tensors: dict[str, torch.Tensor], configs: tuple[dict
     write_json(new / CONFIG_FILE, configs[0])
     write_json(older / CONFIG_FILE, configs[1])
     try:
-        os.symlink(os.path.join(os.pardir, WEIGHTS_FILE), older / WEIGHTS_FILE)
-    except OSError:  # a file system without symbolic links
+        os.link(weights, older / WEIGHTS_FILE)  # one file under two names, so that each folder can be copied alone
+    except OSError:  # a file system without hard links
         shutil.copyfile(weights, older / WEIGHTS_FILE)
 
 

@@ -71,7 +71,7 @@ def build_meta_model(pretrained: str | Path, dtype: torch.dtype, *, use_flash_at
             nothing computes.
     """
     if use_flash_attn and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError("--use_flash_attn: the package flash-attn is not installed; leave the flag out to use SDPA")
+        raise ValueError("use_flash_attn: the package flash-attn is not installed; leave it out to use SDPA")
     config = AutoConfig.from_pretrained(pretrained, local_files_only=True)
     _drop_quantization(config, Path(pretrained))
     config.name_or_path = str(pretrained)

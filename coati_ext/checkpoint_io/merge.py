@@ -32,6 +32,7 @@ from coati_ext.checkpoint_io.fp8_format import (
     scales_of,
 )
 from coati_ext.checkpoint_io.fp8_to_bf16 import bf16_config, dequantized
+from coati_ext.checkpoint_io.model_card import full_model_card
 from coati_ext.checkpoint_io.names import PREFIX
 from coati_ext.checkpoint_io.rewrite import WorkOptions, fingerprints, rewrite_checkpoint
 from coati_ext.checkpoint_io.safetensors_file import TensorEntry, read_exactly, read_header
@@ -99,6 +100,14 @@ def merge_adapter(
     changed = {name: pair for name, pair in pairs.items() if name not in zero}
     if output_dtype == "bf16" and not any(entry.dtype in FP8_DTYPES for entry in checkpoint.tensors.values()):
         raise ValueError(f"--output_dtype bf16: {checkpoint.directory} is not FP8; leave the flag out")
+    report = MergeReport(
+        num_adapter_tensors=2 * len(pairs),
+        num_changed=len(changed),
+        num_zero=len(zero),
+        num_weights=len(checkpoint.tensors),
+        scaling=scaling,
+    )
+    details = {"Adapter": f"{adapter.absolute()}, rank {config.r}, scaling {scaling:g}", "Merged": report.format()}
     rewrite_checkpoint(
         checkpoint,
         output,
@@ -107,14 +116,9 @@ def merge_adapter(
         identity={"tool": "merge", "output_dtype": output_dtype, "scaling": scaling, **_fingerprint(adapter)},
         options=options,
         inputs=[adapter],
+        card=full_model_card(checkpoint.directory, "with a LoRA adapter merged in", details),
     )
-    return MergeReport(
-        num_adapter_tensors=2 * len(pairs),
-        num_changed=len(changed),
-        num_zero=len(zero),
-        num_weights=len(checkpoint.tensors),
-        scaling=scaling,
-    )
+    return report
 
 
 def read_pairs(adapter: Path, checkpoint: Checkpoint) -> dict[str, Pair]:

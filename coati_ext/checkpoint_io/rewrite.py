@@ -13,6 +13,7 @@ from coati_ext import __version__
 from coati_ext.checkpoint_io import stream
 from coati_ext.checkpoint_io.checkpoint import Checkpoint
 from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, copy_side_files
+from coati_ext.checkpoint_io.model_card import CARD_NAME
 from coati_ext.checkpoint_io.resumable import resumable_directory
 from coati_ext.checkpoint_io.stream import OutputShard
 
@@ -56,6 +57,7 @@ def rewrite_checkpoint(
     identity: dict[str, Any],
     options: WorkOptions,
     inputs: Sequence[Path] = (),
+    card: str | None = None,
 ) -> None:
     """Write the shards and all that makes them a model directory; an interrupted run is continued.
 
@@ -63,6 +65,7 @@ def rewrite_checkpoint(
         config: the output's `config.json`.
         identity: what besides the input files decides the output's bytes: the tool and its options.
         inputs: what is read besides the checkpoint, and must survive too.
+        card: the output's model card.
 
     Raises:
         FileExistsError, RuntimeError: see `resumable_directory`.
@@ -94,6 +97,8 @@ def rewrite_checkpoint(
         copy_side_files(checkpoint.directory, directory.path)
         write_index(directory.path, shards)
         (directory.path / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        if card is not None:
+            (directory.path / CARD_NAME).write_text(card)
 
 
 def write_index(directory: Path, shards: Sequence[OutputShard]) -> None:

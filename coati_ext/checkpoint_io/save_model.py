@@ -34,6 +34,7 @@ from coati_ext.checkpoint_io.hf_directory import (
 )
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load_plan import named_weights
+from coati_ext.checkpoint_io.model_card import CARD_NAME, full_model_card
 from coati_ext.checkpoint_io.resumable import check_apart
 from coati_ext.checkpoint_io.rewrite import write_index
 from coati_ext.checkpoint_io.safetensors_file import write_exactly
@@ -58,6 +59,7 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     show_progress: bool = False,
+    card: dict[str, str] | None = None,
 ) -> None:
     """Write the model under the base's tensor names to `directory`, which appears or is replaced when all is written.
 
@@ -75,6 +77,7 @@ def save_model(
             those that the model class keeps in fp32, keep theirs.
         tokenizer: saved over the base's.
         max_shard_size: bytes of a file, if no single tensor has more.
+        card: lines for the model card, e.g. {"Data": ..., "Loss": ..., "Layout": ...}.
 
     Raises:
         FileExistsError: something is at `directory` that is no model directory.
@@ -103,7 +106,7 @@ def save_model(
                 _write(plan, work[0], model, show_progress=show_progress)
         with errors_everywhere(group):
             if is_first:
-                _complete(work[0], plan, checkpoint, dtype, tokenizer)
+                _complete(work[0], plan, checkpoint, dtype, tokenizer, card or {})
                 stack.close()  # which gives it its name
                 sync_directory(directory.resolve().parent)
 
@@ -225,6 +228,7 @@ def _complete(
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
     tokenizer: PreTrainedTokenizerBase | None,
+    card: dict[str, str],
 ) -> None:
     """Add all that makes the weights a model directory."""
     config = checkpoint.config()
@@ -237,6 +241,7 @@ def _complete(
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
+    (directory / CARD_NAME).write_text(full_model_card(checkpoint.directory, "fully fine-tuned", card))
     sync_directory(directory)
 
 

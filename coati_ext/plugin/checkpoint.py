@@ -39,10 +39,10 @@ class MoeLoraCheckpointIO(MoECheckpointIO):
 
         Args:
             checkpoint: a directory; the other arguments of upstream's have no effect: it is sharded safetensors.
-            kwargs: `dtype`, `tokenizer` and `show_progress` go to `coati_ext.checkpoint_io.save_model.save_model`.
+            kwargs: `dtype`, `tokenizer`, `show_progress` and `card`, as of `checkpoint_io.save_model.save_model`.
         """
         inner = _unwrapped(model, "save_model")
-        wanted = {name: kwargs[name] for name in ("dtype", "tokenizer", "show_progress") if name in kwargs}
+        wanted = {name: kwargs[name] for name in ("dtype", "tokenizer", "show_progress", "card") if name in kwargs}
         save_model(
             inner,
             checkpoint,

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load import build_meta_model
+from coati_ext.checkpoint_io.model_card import CARD_NAME, full_model_card
 from coati_ext.models.targets import structure_of
 from coati_ext.plugin.module import drop_frozen, freeze_fp32
 
@@ -79,7 +80,13 @@ class FullGeminiPlugin(GeminiPlugin):
 
 class _CheckpointIO(GeminiCheckpointIO):
     def save_model(
-        self, model: ModelWrapper, checkpoint: str, *_: Any, tokenizer: PreTrainedTokenizerBase | None = None, **__: Any
+        self,
+        model: ModelWrapper,
+        checkpoint: str,
+        *_: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        card: dict[str, str] | None = None,
+        **__: Any,
     ) -> None:
         """Write a Hugging Face directory from rank 0, which gathers the whole model on its host; all ranks call it."""
         state = model.state_dict(only_rank_0=True)
@@ -95,4 +102,6 @@ class _CheckpointIO(GeminiCheckpointIO):
             whole.save_pretrained(Path(checkpoint))
             if tokenizer is not None:
                 tokenizer.save_pretrained(checkpoint)
+            text = full_model_card(inner.name_or_path, "fully fine-tuned", card or {})
+            Path(checkpoint, CARD_NAME).write_text(text)
         dist.barrier()

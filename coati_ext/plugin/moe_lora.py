@@ -72,7 +72,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         kwargs: the other arguments of `MoeHybridParallelPlugin`; those that size micro-batches have no effect.
 
     Raises:
-        ValueError: a layout that cannot be run, with the numbers in conflict.
+        ValueError: a layout that cannot be run, with the numbers in conflict; or no process group yet.
     """
 
     def __init__(
@@ -86,6 +86,11 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         num_layers_per_stage: list[int] | None = None,
         **kwargs,
     ):
+        if not dist.is_initialized():
+            raise ValueError(
+                "MoeLoraPlugin: the processes are not connected yet: call colossalai.launch_from_torch(seed=42) first, "
+                "in a script that is started with torchrun --nproc_per_node N script.py"
+            )
         sp_size = sp_size or 1
         _check_layout(tp_size, pp_size, ep_size, sp_size, zero_stage, kwargs)
         if precision is None:

@@ -1,32 +1,36 @@
 """The steps of a fine-tuning command between its flags and its trainer, one function each."""
 
 import json
+import os
+import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from coati_ext.checkpoint_io.adapter_config import lora_config_from_adapter
 from coati_ext.checkpoint_io.load import build_meta_model, load_weights
-from coati_ext.config import FinetuneConfig, LoraSettings, flatten_config
+from coati_ext.config import FinetuneConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.models.recompute import enable_recompute
-from coati_ext.models.targets import resolve_targets, structure_of
+from coati_ext.models.targets import structure_of
 from coati_ext.trainer.nonfinite import check_weights
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
-from coati_ext.utils.preflight import read_model_config
+from coati_ext.utils.model_config import read_model_config, text_config_of
+from coati_ext.utils.preflight import config_path, tensorboard_path
 from coati_ext.utils.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -34,17 +38,61 @@ if TYPE_CHECKING:
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
 ADAPTER_DIR, MODEL_DIR = "lora", "model"
+_VERIFY = Path(__file__).parents[2] / "applications" / "verify_adapter.py"
+# What transformers raises for a config.json whose values are of another type or do not go together.
+_CONFIG_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 
-def prepare_run(config: FinetuneConfig) -> None:
+def describe_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
+    """This rank's part of the base model on the meta device: all of its structure, and no weight read.
+
+    Raises:
+        ValueError: config.json makes no model, or none that this layout can share out.
+    """
+    try:
+        model = build_meta_model(config.pretrained, plugin.dtype, use_flash_attn=config.train.use_flash_attn)
+    except _CONFIG_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--pretrained: {Path(config.pretrained, 'config.json')} makes no model: {reason}") from error
+    plugin.shard(model)
+    return model
+
+
+def resolve_config(
+    config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", num_batches: int
+) -> tuple[FinetuneConfig, int]:
+    """The config with the defaults that depend on the run in place of None, and the number of optimizer steps."""
+    train = config.train
+    steps = num_optimizer_steps(num_batches, train.num_epochs, train.accumulation_steps, train.max_steps)
+    warmup = max(1, int(0.025 * steps)) if train.warmup_steps is None else train.warmup_steps
+    resolved = replace(
+        config,
+        train=replace(train, mixed_precision=plugin.precision, warmup_steps=warmup),
+        output=replace(config.output, tensorboard_dir=str(tensorboard_path(config.output))),
+    )
+    return resolved, steps
+
+
+def save_config(config: FinetuneConfig) -> None:
     """Make the run's directory and save the resolved config in it (rank 0)."""
     if dist.get_rank() == 0:
-        save_dir = Path(config.output.save_dir)
-        save_dir.mkdir(parents=True, exist_ok=True)
-        file = Path(config.output.config_file)
-        file = save_dir / file if file.name == str(file) else file
+        Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
+        file = config_path(config.output)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(flatten_config(config), indent=2) + "\n")
+
+
+def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base model; ValueError names --pretrained and the files that may be at fault."""
+    try:
+        return AutoTokenizer.from_pretrained(pretrained, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower for a file that it cannot use
+        files = sorted(file.name for file in Path(pretrained).glob("*token*"))
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--pretrained {pretrained}: no tokenizer can be made of its {files}: {reason}") from error
 
 
 def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> RawConversationDataset:
@@ -57,8 +105,7 @@ def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
         skip_bad_lines=config.data.skip_bad_lines,
         show_progress=main,
     )
-    model_config = read_model_config(config.pretrained)
-    vocab_size = model_config.get("text_config", model_config).get("vocab_size")
+    vocab_size = text_config_of(read_model_config(config.pretrained)).get("vocab_size")
     if vocab_size is not None and dataset.max_token_id() >= vocab_size:
         raise ValueError(
             f"--pretrained {config.pretrained}: the tokenizer makes token {dataset.max_token_id()}, but the model has "
@@ -87,14 +134,18 @@ def make_dataloader(
         dist.get_world_size(dp_group),
         seed=config.train.seed,
     )
+    rows = config.train.batch_size * dist.get_world_size(dp_group) * config.train.accumulation_steps
+    if len(dataset) < rows:
+        print_rank_0(
+            f"note: the {len(dataset)} samples are fewer than a global batch of {rows} (--batch_size x data-parallel "
+            "ranks x --accumulation_steps): a step takes all of them, each once, and an epoch is one step"
+        )
     # A generator of its own: iterating draws a number, which would move the dropout of a resumed run.
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
 
 
-def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
-    """This rank's part of the base model, read from its own byte ranges of the checkpoint."""
-    model = build_meta_model(config.pretrained, plugin.dtype, use_flash_attn=config.train.use_flash_attn)
-    plugin.shard(model)
+def load_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel) -> None:
+    """Fill what `describe_model` made, from this rank's own byte ranges of the checkpoint."""
     report = load_weights(
         model,
         config.pretrained,
@@ -110,55 +161,25 @@ def build_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> Pr
         enable_recompute(model)
     if config.data.packing:
         check_packing_supported(model, single_row=config.train.use_flash_attn)
-    return model
 
 
-def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel) -> None:
-    """All weights under `--lora_rank 0`; else a new adapter, or that of `--init_adapter` with its rank and targets."""
-    if not config.trains_adapter:
+def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel, lora: LoraConfig | None) -> None:
+    """All weights, or the adapter `lora` with the start values of `--init_adapter` if there is one."""
+    if lora is None:
         print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
         return
-    start = config.lora.init_adapter
-    if start is None:
-        booster.enable_lora(model, lora_config=lora_config(config.lora, config.pretrained))
-    else:
-        adapter, asked, defaults = lora_config_from_adapter(start), config.lora, LoraSettings()
-        for name, value in (("lora_rank", adapter.r), ("lora_alpha", adapter.lora_alpha)):
-            if getattr(asked, name) not in (getattr(defaults, name), value):
-                raise ValueError(f"--{name} is that of --init_adapter {start}, {value}; leave the flag out")
-        if asked.lora_targets != defaults.lora_targets:
-            wanted, found = (resolve_targets(model, t) for t in (asked.lora_targets, adapter.target_modules))
-            if other := set(wanted) ^ set(found):
-                path = min(target.path for target in other)
-                raise ValueError(f"--lora_targets is not what --init_adapter {start} has, e.g. {path}; leave it out")
-        adapter.lora_dropout = asked.lora_dropout
-        booster.enable_lora(model, pretrained_dir=start, lora_config=adapter)
+    booster.enable_lora(model, pretrained_dir=config.lora.init_adapter, lora_config=lora)
     print_rank_0(model.lora_report.format())
 
 
-def lora_config(settings: LoraSettings, pretrained: str) -> LoraConfig:
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=settings.lora_targets,
-        base_model_name_or_path=pretrained,
-    )
-
-
-def make_optimizer(
-    config: FinetuneConfig, model: nn.Module, num_batches: int
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
+def make_optimizer(config: FinetuneConfig, model: nn.Module, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """AdamW over what is trained and its schedule, one value an optimizer step; Gemini takes its own AdamW only."""
     train, adamw = config.train, torch.optim.AdamW
     if config.parallel.plugin.startswith("gemini"):
         from colossalai.nn.optimizer import HybridAdam as adamw
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(trained, lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay)
-    steps = num_optimizer_steps(num_batches, train.num_epochs, train.accumulation_steps, train.max_steps)
-    warmup = max(1, int(0.025 * steps)) if train.warmup_steps is None else train.warmup_steps
-    return optimizer, LambdaLR(optimizer, cosine_with_warmup(steps, warmup))
+    return optimizer, LambdaLR(optimizer, cosine_with_warmup(num_steps, train.warmup_steps))
 
 
 def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDataset) -> dict[str, Any]:
@@ -182,9 +203,7 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         metrics.replace(save_dir / "metrics.previous.jsonl")
     elif main:
         drop_later_lines(metrics, trainer.step)
-    logger = MetricsLogger(
-        config.output.tensorboard_dir or save_dir / "tensorboard", metrics, enabled=main, first_step=trainer.step + 1
-    )
+    logger = MetricsLogger(tensorboard_path(config.output), metrics, enabled=main, first_step=trainer.step + 1)
     start = time.perf_counter()
     try:
         with keeper:
@@ -236,21 +255,24 @@ def save(
     """Export the adapter, or the model, and say what to do with it."""
     parallel = config.parallel
     sizes = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("ep", "pp", "tp", "sp"))
+    start = config.lora.init_adapter
     card = {
-        "Data": f"{config.data.dataset}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
+        "Data": f"{os.path.abspath(config.data.dataset)}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
         "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
         **({"Left out": ", ".join(summary["skipped"])} if summary["skipped"] else {}),
         "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
+        **({"Started from": f"the adapter {os.path.abspath(start)} (--init_adapter)"} if start is not None else {}),
     }
     save_dir = Path(config.output.save_dir)
     if config.trains_adapter:
         saved = save_dir / ADAPTER_DIR
         booster.checkpoint_io.save_lora_as_pretrained(model, str(saved), tokenizer=tokenizer, card=card)
-        check = f"python applications/verify_adapter.py --pretrained {config.pretrained} --adapter {saved}"
-        lines = [f"adapter saved in {saved}; check it with", f"  {check}"]
+        verify = _VERIFY if _VERIFY.is_file() else Path("applications", _VERIFY.name)  # installed without them
+        check = ["python", from_here(verify), "--pretrained", config.pretrained, "--adapter", str(saved)]
+        lines = [f"adapter saved in {saved}; check it with", f"  {shlex.join(check)}"]
     else:
         saved = save_dir / MODEL_DIR
-        booster.checkpoint_io.save_model(model, str(saved), tokenizer=tokenizer)
+        booster.checkpoint_io.save_model(model, str(saved), tokenizer=tokenizer, card=card)
         lines = [f"model saved in {saved}, under the names of {config.pretrained}"]
     lines = [f"{skipped} (see skipped in metrics.jsonl)" for skipped in summary["skipped"]] + lines
     print_rank_0(
@@ -258,6 +280,12 @@ def save(
         f"{summary['loss_last']:.4f}, peak memory {format_bytes(1e9 * summary['memory_gb'])} on rank 0",
         *lines,
     )
+
+
+def from_here(path: Path) -> str:
+    """The path from the current directory where that is below it, else the absolute one."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def check_router(before: str, after: str) -> None:

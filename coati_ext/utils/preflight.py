@@ -1,15 +1,14 @@
 """What can be known to be wrong before torch is imported and a GPU is touched. Standard library only."""
 
-import json
+import importlib.util
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from coati_ext.config import FinetuneConfig, ParallelConfig
-
-_NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
+from coati_ext.config import FinetuneConfig, OutputConfig, ParallelConfig
+from coati_ext.utils.adapter_files import check_init_adapter
+from coati_ext.utils.model_config import check_tokenizer_files, num_experts, read_model_config, text_config_of
 
 # MoE families that train here and whose adapter stock PEFT loads. tests/test_families.py shows it for each of them, and
 # that these are all that the installed transformers and PEFT allow.
@@ -30,7 +29,7 @@ _NO_CONVERSION = "PEFT has no conversion for adapters of this family and would d
 
 
 def check_finetune(config: FinetuneConfig) -> None:
-    """Paths, and the layout against the model and the number of processes.
+    """Paths, files of the model and the adapter, and the layout against the model and the number of processes.
 
     Raises:
         ValueError, OSError: naming the flag, what was found and what to do.
@@ -39,11 +38,13 @@ def check_finetune(config: FinetuneConfig) -> None:
     check_family(model_config)  # before the quantisation and the layout: nothing that the user converts would help
     _check_quantization(config.pretrained, model_config)
     check_layout(config.parallel, model_config)
+    check_tokenizer_files(config.pretrained, model_config)
     if not Path(config.data.dataset).is_file():
         raise ValueError(f"--dataset {config.data.dataset}: no such file")
-    adapter = config.lora.init_adapter
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-        raise ValueError(f"--init_adapter {adapter}: no adapter_config.json in it; expected a PEFT adapter's directory")
+    if config.train.use_flash_attn and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError("-f/--use_flash_attn: the package flash-attn is not installed; leave it out to use SDPA")
+    if config.lora.init_adapter is not None:
+        check_init_adapter(config.lora)
     if config.output.resume not in (None, "latest") and not Path(config.output.resume).is_dir():
         raise ValueError(f"--resume {config.output.resume}: no such directory (or give latest)")
     _check_outputs(config)
@@ -56,6 +57,16 @@ def _check_outputs(config: FinetuneConfig) -> None:
     for name in ("lora", "model", "checkpoints", "nonfinite"):
         if (save_dir / name).exists() and not (save_dir / name).is_dir():
             raise ValueError(f"--save_dir {save_dir}: {save_dir / name} is a file, where the run needs a directory")
+    file, logs = config_path(config.output), tensorboard_path(config.output)
+    if file.is_dir():
+        raise ValueError(f"--config_file {file} is a directory; give a file in it")
+    _check_writable("--config_file", file.parent)
+    _check_writable("--tensorboard_dir", logs)
+    if logs.parent.resolve() != save_dir.resolve() and (logs.parent / "metrics.jsonl").exists():
+        raise ValueError(
+            f"--tensorboard_dir {logs} has the logs of the run in {logs.parent}; give one of this run, such as "
+            f"{save_dir / 'tensorboard'}"
+        )
     if config.trains_adapter:
         return
     if base.resolve() in (save_dir.resolve(), *save_dir.resolve().parents):
@@ -65,38 +76,26 @@ def _check_outputs(config: FinetuneConfig) -> None:
         raise ValueError(f"--save_dir {save_dir}: {model} has files but is no model; move them away")
 
 
+def config_path(output: OutputConfig) -> Path:
+    """Where the resolved config goes."""
+    file = Path(output.config_file)
+    return Path(output.save_dir) / file if file.name == str(file) else file
+
+
+def tensorboard_path(output: OutputConfig) -> Path:
+    """Where TensorBoard's logs go."""
+    return Path(output.save_dir, "tensorboard") if output.tensorboard_dir is None else Path(output.tensorboard_dir)
+
+
 def _check_quantization(pretrained: str, model_config: dict[str, Any]) -> None:
     """FP8 in blocks is dequantised while it is read; what else is quantised cannot be trained from."""
-    found = model_config.get("quantization_config") or model_config.get("text_config", {}).get("quantization_config")
+    found = model_config.get("quantization_config") or text_config_of(model_config).get("quantization_config")
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
     if method not in (None, "fp8"):
         raise ValueError(
             f"--pretrained {pretrained}: the checkpoint is quantised ({method}); training needs BF16, FP16, FP32 or "
             "block-scaled FP8 weights"
         )
-
-
-def read_model_config(pretrained: str) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face directory."""
-    directory = Path(pretrained)
-    if not directory.is_dir():
-        raise ValueError(f"--pretrained {pretrained}: no such directory (a model on a hub must be downloaded first)")
-    file = directory / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--pretrained {pretrained}: no config.json in it; is it a Hugging Face model?") from None
-    except ValueError as error:
-        raise ValueError(f"--pretrained: {file} is not JSON: {error}") from None
-
-
-def num_experts(model_config: dict[str, Any]) -> int | None:
-    """Routed experts of a layer; 0 for a dense model, None for a MoE that counts them under a name not known here."""
-    text_config = model_config.get("text_config", model_config)
-    for key in _NUM_EXPERTS_KEYS:
-        if text_config.get(key):
-            return text_config[key]
-    return None if any("expert" in key for key in text_config) else 0
 
 
 def check_family(model_config: dict[str, Any]) -> None:
@@ -125,7 +124,7 @@ def check_layout(parallel: ParallelConfig, model_config: dict[str, Any]) -> None
         raise ValueError(f"--ep {ep} does not divide the model's {experts} experts")
     if parallel.tp > 1 and experts != 0:
         raise ValueError(f"--tp {parallel.tp}: tensor parallelism of experts is not built ({model_type}); use --ep")
-    layers = model_config.get("text_config", model_config).get("num_hidden_layers")
+    layers = text_config_of(model_config).get("num_hidden_layers")
     if layers is not None and pp > layers:
         raise ValueError(f"--pp {pp} leaves stages without a layer: the model ({model_type}) has {layers}")
     by_hand = parallel.num_layers_per_stage

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_more_ranks_than_samples_still_train_each_sample_once(inputs, tmp_path):
     [
         (["--ep", "3"], "--ep 3 does not divide the model's 4 experts"),
         (["--ep", "4"], "--ep 4 does not divide the 1 processes"),
-        (["--lora_targets", "q_porj"], "'q_porj' matches nothing in MixtralForCausalLM"),
+        (["--lora_targets", "q_porj"], "--lora_targets: 'q_porj' matches nothing in MixtralForCausalLM"),
         (["--pretrained", "no/such/model"], "--pretrained no/such/model: no such directory"),
         (["--dataset", "no/such.jsonl"], "--dataset no/such.jsonl: no such file"),
         (["--save_dir", "setup.py"], "--save_dir setup.py: setup.py is a file"),
@@ -118,6 +119,93 @@ def test_a_wrong_flag_ends_with_one_line(inputs, tmp_path, flags, message):
     process = finetune(*inputs, tmp_path / "run", *flags)
     assert process.returncode == 1
     assert message in process.stderr and "Traceback" not in process.stderr
+
+
+def damaged(base, folder, name, change):
+    """A copy of the model in which one file is changed."""
+    copy = Path(shutil.copytree(base, folder / "damaged"))
+    (copy / name).write_bytes(change((copy / name).read_bytes()))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "tokenizer.json",
+            lambda b: b.replace(b'"BPE"', b'"XYZ"'),
+            "no tokenizer can be made of its ['tokenizer.json'",
+        ),
+        ("config.json", lambda b: b.replace(b'"silu"', b'"sillu"'), "config.json makes no model: "),
+        (
+            "config.json",
+            lambda b: b.replace(b'"rms_norm_eps": 1e-05', b'"rms_norm_eps": "x"'),
+            "config.json makes no model",
+        ),
+        ("model.safetensors", lambda b: b[:-1], "model.safetensors is cut short"),
+    ],
+)
+def test_a_damaged_model_is_named_before_the_data_is_tokenised(inputs, tmp_path, name, change, message):
+    base = damaged(inputs[0], tmp_path, name, change)
+    assert (base / name).read_bytes() != (inputs[0] / name).read_bytes()
+    process = finetune(base, inputs[1], tmp_path / "run")
+    assert process.returncode == 1
+    assert message in process.stderr and process.stderr.count("\n") == 1, process.stderr
+    assert "12 lines" not in process.stdout and not (tmp_path / "run").exists()
+
+
+def test_what_will_not_fit_is_told_before_the_data_is_tokenised(inputs, tmp_path):
+    command = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash", *command_of(*inputs, tmp_path / "run")]
+    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert process.returncode == 1
+    assert "(ulimit -f), and the adapter would be a file of" in process.stderr and "--save_dir" in process.stderr
+    assert "12 lines" not in process.stdout and "Traceback" not in process.stderr
+
+
+def test_the_saved_config_is_resolved_and_taken_back_gives_the_same_run(runs, inputs, tmp_path):
+    one, _, _ = runs
+    saved = json.loads((one / "training_config.json").read_text())
+    assert (saved["mixed_precision"], saved["warmup_steps"]) == ("fp32", 1)
+    assert saved["tensorboard_dir"] == str(one / "tensorboard")
+    command = [sys.executable, "applications/lora_finetune.py", "--config", str(one / "training_config.json")]
+    command += ["--save_dir", str(tmp_path)]
+    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert again.returncode == 1 and "--tensorboard_dir" in again.stderr, again.stderr
+    command += ["--tensorboard_dir", str(tmp_path / "tensorboard")]
+    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [step["loss"] for step in steps_of(tmp_path)] == [step["loss"] for step in steps_of(one)]
+    differing = {
+        key for key, value in json.loads((tmp_path / "training_config.json").read_text()).items() if value != saved[key]
+    }
+    assert differing == {"save_dir", "tensorboard_dir"}
+
+
+def test_paths_that_are_shown_work_from_the_current_directory(inputs, runs, tmp_path):
+    base, data = inputs
+    (tmp_path / "model").symlink_to(base)
+    (tmp_path / "data.jsonl").symlink_to(data)
+    command = command_of("model", "data.jsonl", "a run", "--max_steps", "1", "--init_adapter", str(runs[0] / "lora"))
+    command[1] = str(ROOT / command[1])
+    process = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (check,) = (line for line in process.stdout.splitlines() if "verify_adapter.py" in line)
+    arguments = shlex.split(check)
+    checked = subprocess.run([sys.executable, *arguments[1:]], cwd=tmp_path, capture_output=True, text=True)
+    assert checked.returncode == 0 and "PASS" in checked.stdout, checked.stdout + checked.stderr
+    card = (tmp_path / "a run" / "lora" / "README.md").read_text()
+    assert f"- Started from: the adapter {runs[0] / 'lora'} (--init_adapter)\n" in card
+    assert f"- Data: {tmp_path / 'data.jsonl'}, 1 epoch(s)" in card
+    assert f"--pretrained {tmp_path / 'model'} --adapter '{tmp_path / 'a run' / 'lora'}'" in card
+
+
+def test_a_data_set_smaller_than_a_global_batch_is_trained_and_that_is_said(inputs, tmp_path):
+    process = finetune(*inputs, tmp_path / "run", "--batch_size", "4", "--accumulation_steps", "4", "--lora_rank", "0")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "the 12 samples are fewer than a global batch of 16" in process.stdout
+    assert len(steps_of(tmp_path / "run")) == 1
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "# base, fully fine-tuned" in card and f"- Base model: {inputs[0]}\n- Data: " in card
 
 
 def test_a_broken_line_is_named_once_and_ends_every_rank(inputs, tmp_path):

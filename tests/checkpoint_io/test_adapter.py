@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,18 +105,25 @@ def test_the_transformers_4_form_has_plain_names_and_the_same_weights(tmp_path):
         ["gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     )
     assert "target_parameters" not in config
-    assert os.readlink(older / WEIGHTS) == f"../{WEIGHTS}"
+    assert os.path.samefile(older / WEIGHTS, older.parent / WEIGHTS) and not (older / WEIGHTS).is_symlink()
     assert lora_config_from_adapter(older).target_modules == lora_config_from_adapter(older.parent).target_modules
+
+
+def test_the_transformers_4_folder_can_be_copied_alone(tmp_path):
+    model = lora_model("mixtral")
+    older = Path(shutil.copytree(saved(model, tmp_path) / "transformers4", tmp_path / "alone", symlinks=True))
+    assert lora_config_from_adapter(older).r == 4
+    assert load_file(older / WEIGHTS).keys() == load_file(tmp_path / "adapter" / WEIGHTS).keys()
 
 
 def test_weights_are_copied_where_links_are_not_possible(tmp_path, monkeypatch):
     def no_links(*args):
         raise OSError("not supported")
 
-    monkeypatch.setattr(os, "symlink", no_links)
+    monkeypatch.setattr(os, "link", no_links)
     directory = saved(lora_model("mixtral"), tmp_path)
     older = directory / "transformers4" / WEIGHTS
-    assert not older.is_symlink()
+    assert not os.path.samefile(older, directory / WEIGHTS)
     assert older.read_bytes() == (directory / WEIGHTS).read_bytes()
 
 
@@ -246,7 +255,7 @@ def test_a_save_that_dies_leaves_the_old_adapter_and_no_half_one(tmp_path, monke
     def dies(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapter_module, "model_card", dies)
+    monkeypatch.setattr(adapter_module, "adapter_card", dies)
     with pytest.raises(KeyboardInterrupt):
         saved(lora_model("mixtral", seed=6), tmp_path)
     assert {f.name: f.read_bytes() for f in directory.iterdir() if f.is_file()} == before

@@ -49,7 +49,7 @@ def test_files_and_names_are_the_base_s(tmp_path):
     (Path(base) / "model.safetensors").unlink()
     tiny_model("qwen3_moe").save_pretrained(base, max_shard_size="40KB")
     assert merge(base, saved(model, tmp_path, base), tmp_path / "out") == 0
-    assert {f.name for f in Path(base).iterdir()} == {f.name for f in (tmp_path / "out").iterdir()}
+    assert {f.name for f in Path(base).iterdir()} | {"README.md"} == {f.name for f in (tmp_path / "out").iterdir()}
     assert (
         json.loads((Path(base) / INDEX).read_text())["weight_map"]
         == json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
@@ -57,6 +57,15 @@ def test_files_and_names_are_the_base_s(tmp_path):
     before, after = load_dir(Path(base)), load_dir(tmp_path / "out")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".experts." in name}
+
+
+def test_the_model_card_names_the_base_the_adapter_and_what_was_merged(tmp_path):
+    base, model = save_base("qwen3_moe", tmp_path), lora_model("qwen3_moe", ["experts"])
+    adapter = saved(model, tmp_path, base)
+    assert merge(base, adapter, tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith(f'---\nbase_model: "{base}"\nlibrary_name: transformers\n')
+    assert f"- Base model: {base}\n- Adapter: {adapter}, rank 4, scaling 3\n- Merged: 96 adapter tensors" in card
 
 
 def write_adapter(folder: Path, weights: dict[str, torch.Tensor], scale: float = 0.02, **config) -> dict:

@@ -147,7 +147,8 @@ def test_the_directory_is_complete(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
     for file in ("LICENSE", "generation_config.json", "config.json"):
         assert (tmp_path / "out" / file).read_bytes().strip() == (base / file).read_bytes().strip()
-    assert {f.name for f in (tmp_path / "out").iterdir()} == {f.name for f in base.iterdir()}
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {f.name for f in base.iterdir()} | {"README.md"}
+    assert f"fully fine-tuned\n\n- Base model: {base}\n" in (tmp_path / "out" / "README.md").read_text()
     umask = os.umask(0)
     os.umask(umask)
     assert all(file.stat().st_mode & 0o777 == 0o666 & ~umask for file in (tmp_path / "out").glob("*.safetensors"))

@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from gpu.share_gpu import two_ranks
 from model_dir import make_model_dir
@@ -76,7 +76,8 @@ def test_it_loads_trains_is_killed_resumes_and_exports(inputs, processes, tmp_pa
     while len(losses_of(run_dir)) < 5:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    for member in [*psutil.Process(process.pid).children(recursive=True), process]:  # ranks have sessions of their own
+        member.kill()
     process.communicate()
     assert not (run_dir / "lora").exists()
     out = finish(inputs, run_dir, processes)

@@ -35,8 +35,9 @@ def finetune(config: FinetuneConfig) -> None:
     booster = Booster(plugin=plugin)
     part = setup.describe_model(config, plugin)
     lora = check_start(config, plugin, part)  # before anything is tokenised and any weight read
-
     tokenizer = setup.load_tokenizer(config.pretrained)
+    setup.prepare_run(config)
+
     dataset = setup.load_dataset(config, tokenizer)
     dataloader = setup.make_dataloader(config, dataset, tokenizer, plugin.dp_group)
     config, num_steps = setup.resolve_config(config, plugin, len(dataloader))

@@ -184,6 +184,9 @@ class OutputConfig:
     config_file: str = arg("training_config.json", "where to save the resolved config; a bare name goes to --save_dir")
     save_interval: int = arg(0, "save the state of the training every so many steps; 0: only when asked to stop")
     keep_last: int = arg(2, "how many such states to keep")
+    overwrite: bool = arg(
+        False, "replace the finished adapter or model of an earlier run in --save_dir, when this run is complete"
+    )
     resume: str | None = arg(None, "go on from a state: its directory, or latest for the newest in --save_dir, if any")
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from coati_ext.checkpoint_io.hf_directory import DEFAULT_MAX_SHARD_BYTES
 from coati_ext.checkpoint_io.state_manifest import checkpoints, is_checkpoint
 from coati_ext.config import FinetuneConfig, LoraSettings, OutputConfig
 from coati_ext.models.targets import Candidate, resolve_targets, structure_of
-from coati_ext.trainer.state import CHECKPOINTS_DIR, refuse_earlier_states
+from coati_ext.utils.run_directory import STATES_DIR
 from coati_ext.utils.space import Saved, check_space
 
 if TYPE_CHECKING:
@@ -92,13 +92,11 @@ def _resolve(model: PreTrainedModel, targets: list[str], flag: str) -> list[Cand
 
 
 def check_states(output: OutputConfig) -> None:
-    """Raises ValueError if `--resume DIR` has no state, or if there are states and no `--resume`."""
-    root = Path(output.save_dir) / CHECKPOINTS_DIR
-    if output.resume is None:
-        refuse_earlier_states(root)
-    elif output.resume != "latest":
+    """Raises ValueError if `--resume DIR` has no state."""
+    root = Path(output.save_dir) / STATES_DIR
+    if output.resume not in (None, "latest"):
         which = Path(output.resume)
-        if not (checkpoints(which / CHECKPOINTS_DIR) or is_checkpoint(which)):
+        if not (checkpoints(which / STATES_DIR) or is_checkpoint(which)):
             raise ValueError(
                 f"--resume {which}: no state of a training; give one, such as {root}/step-00000100, the --save_dir of "
                 "a run that saved some, or latest"
@@ -117,7 +115,7 @@ def what_is_saved(
         result = Saved(what="the model", nbytes=nbytes, largest_file=min(nbytes, DEFAULT_MAX_SHARD_BYTES))
     if not output.save_interval:
         return [result]
-    there = len(checkpoints(Path(output.save_dir) / CHECKPOINTS_DIR))
+    there = len(checkpoints(Path(output.save_dir) / STATES_DIR))
     number = max(1, output.keep_last + 1 - there)  # a new one is complete before the oldest is deleted
     if train.max_steps is not None:
         number = min(number, train.max_steps // output.save_interval)

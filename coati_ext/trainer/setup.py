@@ -26,18 +26,26 @@ from coati_ext.models.targets import structure_of
 from coati_ext.trainer.nonfinite import check_weights
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
+from coati_ext.utils.collective import errors_everywhere
 from coati_ext.utils.device import current_device, peak_memory_gb
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
 from coati_ext.utils.model_config import read_model_config, text_config_of
-from coati_ext.utils.preflight import config_path, tensorboard_path
+from coati_ext.utils.preflight import check_output_is_free, config_path, tensorboard_path
+from coati_ext.utils.run_directory import (
+    ADAPTER_DIR,
+    MODEL_DIR,
+    drop_previous,
+    lock_directory,
+    newest_state,
+    set_logs_aside,
+)
 from coati_ext.utils.sizes import format_bytes
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-ADAPTER_DIR, MODEL_DIR = "lora", "model"
 _VERIFY = Path(__file__).parents[2] / "applications" / "verify_adapter.py"
 # What transformers raises for a config.json whose values are of another type or do not go together.
 _CONFIG_ERRORS = (
@@ -76,13 +84,27 @@ def resolve_config(
     return resolved, steps
 
 
+def prepare_run(config: FinetuneConfig) -> None:
+    """Make the run's directory and lock it for as long as rank 0 lives.
+
+    Raises:
+        ValueError, OSError: on every rank; another run is in the directory, or has just ended there.
+    """
+    with errors_everywhere(dist.group.WORLD):
+        if dist.get_rank() == 0:
+            save_dir = Path(config.output.save_dir)
+            save_dir.mkdir(parents=True, exist_ok=True)
+            if warning := lock_directory(save_dir):
+                print_rank_0(warning)
+            check_output_is_free(config)  # again: the run that had the lock may have ended since
+
+
 def save_config(config: FinetuneConfig) -> None:
-    """Make the run's directory and save the resolved config in it (rank 0)."""
+    """Save the resolved config, which `--config` takes back, without the consent to overwrite (rank 0)."""
     if dist.get_rank() == 0:
-        Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
         file = config_path(config.output)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(flatten_config(config), indent=2) + "\n")
+        file.write_text(json.dumps({**flatten_config(config), "overwrite": False}, indent=2) + "\n")
 
 
 def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
@@ -199,8 +221,8 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         keeper.resume(config.output.resume)
     else:
         keeper.start()
-    if main and trainer.step == 0 and metrics.exists():
-        metrics.replace(save_dir / "metrics.previous.jsonl")
+    if main and (trainer.step == 0 or newest_state(save_dir) is None):  # another directory's state: other logs
+        set_logs_aside(save_dir)
     elif main:
         drop_later_lines(metrics, trainer.step)
     logger = MetricsLogger(tensorboard_path(config.output), metrics, enabled=main, first_step=trainer.step + 1)
@@ -274,6 +296,8 @@ def save(
         saved = save_dir / MODEL_DIR
         booster.checkpoint_io.save_model(model, str(saved), tokenizer=tokenizer, card=card)
         lines = [f"model saved in {saved}, under the names of {config.pretrained}"]
+    if dist.get_rank() == 0:
+        drop_previous(save_dir)
     lines = [f"{skipped} (see skipped in metrics.jsonl)" for skipped in summary["skipped"]] + lines
     print_rank_0(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "

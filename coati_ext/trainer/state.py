@@ -15,10 +15,11 @@ from coati_ext.checkpoint_io.training_state import TrainingState, agree_on_train
 from coati_ext.trainer.sft import SFTTrainer
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.preemption import PreemptionGuard
+from coati_ext.utils.run_directory import STATES_DIR
 
-CHECKPOINTS_DIR = "checkpoints"
 # Flags that may differ between a run and its continuation without a word.
-_FREE = {"save_dir", "tensorboard_dir", "config_file", "resume", "save_interval", "keep_last", "config", "init_adapter"}
+_FREE = {"save_dir", "tensorboard_dir", "config_file", "resume", "overwrite", "save_interval", "keep_last", "config"}
+_FREE |= {"init_adapter"}
 # Of the trainer, what a continuation goes on counting.
 _COUNTED = ("num_skipped", "num_skipped_in_a_row", "num_overflowed", "loss_first", "loss_last")
 
@@ -42,7 +43,7 @@ class StateKeeper:
         save_interval: int = 0,
         keep_last: int = 2,
     ):
-        self.trainer, self.root = trainer, Path(save_dir) / CHECKPOINTS_DIR
+        self.trainer, self.root = trainer, Path(save_dir) / STATES_DIR
         self.settings, self.data_fingerprint = settings, data_fingerprint
         self.save_interval, self.keep_last = save_interval, keep_last
         self.guard = PreemptionGuard()
@@ -102,7 +103,7 @@ class StateKeeper:
         Raises:
             ValueError: it is damaged, or of another model, adapter, data set or global batch.
         """
-        root = Path(which) / CHECKPOINTS_DIR
+        root = Path(which) / STATES_DIR
         root, which = (root, "latest") if which != "latest" and root.is_dir() else (self.root, which)
         saved = agree_on_training_state(root, dist.group.WORLD, which=which)
         if saved is None:

@@ -4,6 +4,7 @@ Works under `colossalai run`, `torchrun` and with no launcher at all (one proces
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -11,6 +12,8 @@ import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+INTERRUPTED = 128 + signal.SIGINT  # the status that shells give a command ended by Ctrl+C
 
 
 def ensure_torch_environment() -> None:
@@ -27,20 +30,38 @@ def run_command(main: Callable[[], None]) -> None:
     """Run a command's main; a ValueError or OSError is the user's to mend and is shown as one line, once.
 
     All ranks usually meet the same error at the same time. Rank 0 tells it and exits at once, whereupon the launcher
-    ends the others; another rank waits a moment and speaks only if it is alone. Every rank exits with code 1.
+    ends the others; another rank waits a moment and speaks only if it is alone. A rank whose collective failed because
+    another is gone waits longer: the other has told why. Every rank exits with code 1; after Ctrl+C with 130.
     """
+    try:
+        _run_and_tell_errors(main)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if is_rank_0():
+            print("\ninterrupted", file=sys.stderr, flush=True)  # below the progress bar
+        _exit(INTERRUPTED)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run_and_tell_errors(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, OSError) as error:
         _wait_unless_rank_0()
         print(f"error: {_rank_tag()}{error}", file=sys.stderr, flush=True)
-        _exit_1()
-    except Exception:
+        _exit(1)
+    except Exception as error:
+        if _is_lost_peer(error):
+            time.sleep(5)  # in which the launcher ends this rank
         _wait_unless_rank_0()
         print(f"{_rank_tag()}{traceback.format_exc()}", file=sys.stderr, flush=True)
-        _exit_1()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        _exit(1)
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether it is what a collective raises when another rank has ended."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _rank() -> int:
@@ -56,9 +77,9 @@ def _wait_unless_rank_0() -> None:
         time.sleep(2 + 0.05 * _rank())
 
 
-def _exit_1() -> None:
+def _exit(status: int) -> None:
     sys.stdout.flush()
-    os._exit(1)  # not sys.exit: tearing down a process group whose peers are gone can hang
+    os._exit(status)  # not sys.exit: tearing down a process group whose peers are gone can hang
 
 
 def is_rank_0() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from coati_ext.config import FinetuneConfig, OutputConfig, ParallelConfig
 from coati_ext.utils.adapter_files import check_init_adapter
 from coati_ext.utils.model_config import check_tokenizer_files, num_experts, read_model_config, text_config_of
+from coati_ext.utils.run_directory import ADAPTER_DIR, MODEL_DIR, STATES_DIR, check_earlier_run
 
 # MoE families that train here and whose adapter stock PEFT loads. tests/test_families.py shows it for each of them, and
 # that these are all that the installed transformers and PEFT allow.
@@ -48,13 +49,21 @@ def check_finetune(config: FinetuneConfig) -> None:
     if config.output.resume not in (None, "latest") and not Path(config.output.resume).is_dir():
         raise ValueError(f"--resume {config.output.resume}: no such directory (or give latest)")
     _check_outputs(config)
+    check_output_is_free(config)
+
+
+def check_output_is_free(config: FinetuneConfig) -> None:
+    """Raises: ValueError, if the run would replace the result of another unasked, or mix with its states."""
+    output = config.output
+    result = ADAPTER_DIR if config.trains_adapter else MODEL_DIR
+    check_earlier_run(Path(output.save_dir), result=result, overwrite=output.overwrite, resume=output.resume)
 
 
 def _check_outputs(config: FinetuneConfig) -> None:
     """What would otherwise fail after the training, with its result."""
     save_dir, base = Path(config.output.save_dir), Path(config.pretrained)
     _check_writable("--save_dir", save_dir)
-    for name in ("lora", "model", "checkpoints", "nonfinite"):
+    for name in (ADAPTER_DIR, MODEL_DIR, STATES_DIR, "nonfinite"):
         if (save_dir / name).exists() and not (save_dir / name).is_dir():
             raise ValueError(f"--save_dir {save_dir}: {save_dir / name} is a file, where the run needs a directory")
     file, logs = config_path(config.output), tensorboard_path(config.output)
@@ -71,7 +80,7 @@ def _check_outputs(config: FinetuneConfig) -> None:
         return
     if base.resolve() in (save_dir.resolve(), *save_dir.resolve().parents):
         raise ValueError(f"--save_dir {save_dir} is inside --pretrained {base}; give a directory beside it")
-    model = save_dir / "model"
+    model = save_dir / MODEL_DIR
     if model.is_dir() and any(model.iterdir()) and not (model / "config.json").is_file():
         raise ValueError(f"--save_dir {save_dir}: {model} has files but is no model; move them away")
 

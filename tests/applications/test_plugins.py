@@ -104,7 +104,8 @@ def test_an_adapter_is_where_another_run_goes_on(single, tmp_path):
     assert "rank 4" in out
     assert losses_of(tmp_path)[0] < losses_of(reference)[0]
     with pytest.raises(AssertionError, match="--lora_alpha is that of --init_adapter"):
-        finetune(inputs, tmp_path, "--plugin", "moe", "--init_adapter", str(reference / "lora"), "--lora_alpha", "64")
+        other = ("--init_adapter", str(reference / "lora"), "--lora_alpha", "64")
+        finetune(inputs, tmp_path / "other", "--plugin", "moe", *other)
 
 
 FULL = {  # name: (family, flags of two processes) of full fine-tuning

@@ -6,6 +6,7 @@ from coati_ext.checkpoint_io.checkpoint import read_checkpoint
 from coati_ext.cli import build_config
 from coati_ext.config import FinetuneConfig
 from coati_ext.trainer.checks import check_states, choose_lora, what_is_saved
+from coati_ext.utils.preflight import check_output_is_free
 from tests.checkpoint_io.adapters import lora_model, saved
 
 
@@ -39,7 +40,7 @@ def test_states_without_resume_and_resume_without_states_are_refused(tmp_path):
     (run / "checkpoints" / "step-00000003").mkdir(parents=True)
     empty.mkdir()
     with pytest.raises(ValueError, match=r"states of an earlier run \(step-00000003\): go on with --resume latest"):
-        check_states(config_of(save_dir=str(run)).output)
+        check_output_is_free(config_of(save_dir=str(run)))
     with pytest.raises(ValueError, match=r"--resume .*empty: no state of a training"):
         check_states(config_of(save_dir=str(run), resume=str(empty)).output)
     check_states(config_of(save_dir=str(empty)).output)

@@ -1,5 +1,6 @@
 """Signals to `coati_ext run`, with real processes: what reaches the ranks, the status, and who is left."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -51,7 +52,7 @@ def free_port() -> str:
 class Run:
     """`coati_ext run` of a script on two processes, from the moment when both have written their pid."""
 
-    def __init__(self, folder: Path, script: str = TRAINING, status: int = 0):
+    def __init__(self, folder: Path, script: str = TRAINING, status: int = 0, ignoring_hangup: bool = False):
         (folder / "script.py").write_text(script)
         command = [sys.executable, "-m", "coati_ext.compat.launcher", "run", "--nproc_per_node", "2"]
         command += ["--master_port", free_port(), "script.py", str(folder), str(status)]
@@ -62,15 +63,26 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_ignore_hangup if ignoring_hangup else None,
         )
         self.processes = [psutil.Process(self.launcher.pid), *ranks_of(folder, self.launcher)]
         self.processes += self.processes[0].children(recursive=True)
 
     def end(self) -> tuple[int, str, str]:
         """The status and what was printed; fails if a process is left."""
-        out, err = self.launcher.communicate(timeout=60)
-        assert not psutil.wait_procs(self.processes, timeout=10)[1], "a process is left"
+        try:
+            out, err = self.launcher.communicate(timeout=60)
+            left = psutil.wait_procs(self.processes, timeout=10)[1]
+        finally:
+            for process in self.processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        assert not left
         return self.launcher.returncode, out, err
+
+
+def _ignore_hangup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def ranks_of(folder: Path, launcher: subprocess.Popen | None = None) -> list[psutil.Process]:
@@ -86,6 +98,8 @@ def ranks_of(folder: Path, launcher: subprocess.Popen | None = None) -> list[psu
 def test_ranks_get_the_signal_once_and_the_launcher_waits_for_them(tmp_path, number):
     run = Run(tmp_path)
     run.launcher.send_signal(number)
+    time.sleep(0.3)
+    run.launcher.send_signal(number)  # as a scheduler may
     status, out, err = run.end()
     assert status == 128 + number
     assert sorted(out.splitlines()) == [f"rank {rank} got {number.name}" for rank in range(2)]
@@ -117,6 +131,24 @@ def test_ctrl_c_ends_every_process_with_one_line(tmp_path):
     assert out == "" and err.split() == ["interrupted"]
 
 
+def test_the_end_of_the_terminal_stops_a_training(tmp_path):
+    run = Run(tmp_path)
+    os.killpg(run.launcher.pid, signal.SIGHUP)
+    status, out, _ = run.end()
+    assert status == 128 + signal.SIGHUP
+    assert "rank 0 got SIGTERM" in out and "rank 1 got SIGTERM" in out
+
+
+def test_but_not_under_nohup(tmp_path):
+    run = Run(tmp_path, ignoring_hangup=True)
+    os.killpg(run.launcher.pid, signal.SIGHUP)
+    time.sleep(1)
+    run.launcher.send_signal(signal.SIGUSR1)
+    status, out, _ = run.end()
+    assert status == 128 + signal.SIGUSR1
+    assert "rank 0 got SIGUSR1" in out and "rank 1 got SIGUSR1" in out
+
+
 def test_a_launcher_that_is_killed_leaves_nobody(tmp_path):
     run = Run(tmp_path)
     run.launcher.kill()
@@ -136,7 +168,10 @@ def test_a_remote_host_gets_the_signal_through_the_connection_and_sigterm_when_t
     ranks = ranks_of(tmp_path)
     os.kill(host.pid, number)
     host.join(60)
-    assert not psutil.wait_procs(ranks, timeout=20)[1], "a rank is left"
+    left = psutil.wait_procs(ranks, timeout=20)[1]
+    for rank in left:
+        rank.kill()
+    assert not left
     seen = "SIGTERM" if number == signal.SIGKILL else number.name
     assert sorted(capfd.readouterr().out.splitlines()) == [f"rank {rank} got {seen}" for rank in range(2)]
     if number != signal.SIGKILL:

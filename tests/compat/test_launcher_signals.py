@@ -63,7 +63,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_ignore_hangup if ignoring_hangup else None,
+            preexec_fn=_ignore_hangup if ignoring_hangup else _as_in_a_terminal,
         )
         self.processes = [psutil.Process(self.launcher.pid), *ranks_of(folder, self.launcher)]
         self.processes += self.processes[0].children(recursive=True)
@@ -81,7 +81,14 @@ class Run:
         return self.launcher.returncode, out, err
 
 
+def _as_in_a_terminal() -> None:
+    """Whatever the signals that these tests were started to ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def _ignore_hangup() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

@@ -22,9 +22,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from coati_ext.checkpoint_io.adapter_config import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    adapter_file,
     config_transformers4,
     config_transformers5,
     lora_config_from_adapter,
@@ -36,6 +33,7 @@ from coati_ext.checkpoint_io.names import FACTORS, LoraTensor, to_disk
 from coati_ext.models.lora import ADAPTER_NAME
 from coati_ext.models.targets import structure_of
 from coati_ext.moe.experts import MoeExperts
+from coati_ext.utils.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_file
 from coati_ext.utils.collective import raise_everywhere
 
 __all__ = ["adapter_state_dict", "frozen_router_hash", "load_adapter", "lora_config_from_adapter", "save_adapter"]

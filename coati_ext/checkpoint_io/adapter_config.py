@@ -29,9 +29,7 @@ from coati_ext.checkpoint_io.names import (
     shortest_selectors,
 )
 from coati_ext.models.lora import refuse_unsupported
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
+from coati_ext.utils.adapter_files import CONFIG_FILE, adapter_file
 
 # Starts that change the base weights: such an adapter is right on the changed base only.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -116,23 +114,6 @@ def _common(rank: int, alpha: float, base_model_name_or_path: str | None) -> dic
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-
-
-def adapter_file(directory: str | Path) -> Path:
-    """The weights file of an adapter directory.
-
-    Raises:
-        ValueError: not an adapter directory, or one with pickled weights.
-    """
-    directory = Path(directory)
-    if not directory.is_dir():
-        found = "a file" if directory.is_file() else "not there"
-        raise ValueError(f"adapter {directory} is {found}; expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / name).is_file():
-            hint = " (adapter_model.bin is not read: save it as safetensors)" if name == WEIGHTS_FILE else ""
-            raise ValueError(f"{directory} is no adapter directory: {name} is not there{hint}")
-    return directory / WEIGHTS_FILE
 
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:

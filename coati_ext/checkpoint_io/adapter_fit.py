@@ -5,9 +5,10 @@ from pathlib import Path
 
 from torch import nn
 
-from coati_ext.checkpoint_io.adapter_config import adapter_file, read_shapes
+from coati_ext.checkpoint_io.adapter_config import read_shapes
 from coati_ext.checkpoint_io.names import from_disk
 from coati_ext.models.targets import structure_of
+from coati_ext.utils.adapter_files import adapter_file
 
 
 def check_adapter_fits(model: nn.Module, directory: str | Path) -> None:

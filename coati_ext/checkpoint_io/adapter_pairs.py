@@ -16,7 +16,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coati_ext.checkpoint_io.adapter_config import CONFIG_FILE, read_shapes
+from coati_ext.checkpoint_io.adapter_config import read_shapes
 from coati_ext.checkpoint_io.names import FACTORS, PREFIX, LoraTensor, from_disk, to_disk
 from coati_ext.checkpoint_io.stacked_experts import (
     StackedLora,
@@ -27,6 +27,7 @@ from coati_ext.checkpoint_io.stacked_experts import (
     unstack,
 )
 from coati_ext.moe.experts import is_experts_module
+from coati_ext.utils.adapter_files import CONFIG_FILE
 
 _PARAMETERS = ("gate_up_proj", "down_proj")
 _STACKED_KEY = re.compile(rf"{re.escape(PREFIX)}(?P<path>.+?\.experts)(?P<below>(\.base_layer)?\.lora_[AB])\.weight")

@@ -25,10 +25,7 @@ from torch.nn.functional import pad
 
 from coati_ext.checkpoint_io.adapter import TRANSFORMERS4_DIR, write_files
 from coati_ext.checkpoint_io.adapter_config import (
-    CONFIG_FILE,
     DERIVED_FIELDS,
-    WEIGHTS_FILE,
-    adapter_file,
     config_transformers4,
     config_transformers5,
     read_config,
@@ -40,6 +37,7 @@ from coati_ext.checkpoint_io.model_card import package_versions
 from coati_ext.checkpoint_io.names import FACTORS, PREFIX, to_disk
 from coati_ext.checkpoint_io.stacked_experts import Factors, join_gate_up, join_shared, stack
 from coati_ext.models.lora import refuse_unsupported
+from coati_ext.utils.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_file
 
 Form = Literal["per-expert", "stacked", "vllm"]
 FORMS: tuple[Form, ...] = ("per-expert", "stacked", "vllm")

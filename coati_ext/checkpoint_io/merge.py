@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from coati_ext.checkpoint_io.adapter_config import adapter_file, lora_config_from_adapter
+from coati_ext.checkpoint_io.adapter_config import lora_config_from_adapter
 from coati_ext.checkpoint_io.bf16_to_fp8 import FLOATS, quantize_named
 from coati_ext.checkpoint_io.checkpoint import Checkpoint
 from coati_ext.checkpoint_io.fp8_format import (
@@ -39,6 +39,7 @@ from coati_ext.checkpoint_io.safetensors_file import TensorEntry, read_exactly, 
 from coati_ext.checkpoint_io.stream import OutputShard, Strip, TensorSpec, row_spans, rows_of, rows_to, spans
 from coati_ext.checkpoint_io.workers import bytes_of
 from coati_ext.kernel.fp8_cast import dequantize_fp8
+from coati_ext.utils.adapter_files import adapter_file
 
 OutputDtype = Literal["same", "bf16"]
 _SUM_ELEMENTS = 2 << 20  # a float32 copy of so much of a strip is in memory at a time

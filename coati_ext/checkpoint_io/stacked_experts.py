@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from packaging.version import InvalidVersion, Version
 
-from coati_ext.checkpoint_io.adapter_config import CONFIG_FILE
+from coati_ext.utils.adapter_files import CONFIG_FILE
 
 ORIENTATIONS = ("0.19", "0.18")  # the PEFT release that changed it, and the last one before
 

@@ -23,12 +23,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coati_ext.checkpoint_io.adapter import load_adapter, lora_config_from_adapter
-from coati_ext.checkpoint_io.adapter_config import adapter_file, padding_targets, read_config, read_shapes
+from coati_ext.checkpoint_io.adapter_config import padding_targets, read_config, read_shapes
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.checkpoint_io.names import LoraTensor, from_disk, to_disk
 from coati_ext.models.lora import ADAPTER_NAME, adapters_disabled, inject_lora
 from coati_ext.moe.experts import MoeExperts
+from coati_ext.utils.adapter_files import adapter_file
 from coati_ext.utils.peft_warnings import ignore_pattern_warnings
 
 # Allowed difference of logits, as a share of the largest logit: x·A·B and x·(W+ΔW) differ by the dtype's rounding.

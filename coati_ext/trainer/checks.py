@@ -30,7 +30,7 @@ _STATE_BYTES = 12  # of a trained parameter: its fp32 value and AdamW's two mome
 
 
 def check_start(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel) -> LoraConfig | None:
-    """Targets, --init_adapter, the checkpoint's files, states of earlier runs, and room for what will be saved.
+    """Targets, --init_adapter, the checkpoint's files, the state of --resume DIR, and room for what will be saved.
 
     Args:
         model: on the meta device, sharded or whole.
@@ -53,7 +53,10 @@ def check_start(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model
 
 
 def choose_lora(config: FinetuneConfig, model: PreTrainedModel) -> tuple[LoraConfig, list[Candidate]]:
-    """A new adapter, or that of `--init_adapter` with its rank, alpha and targets; and what it is on."""
+    """A new adapter, or that of `--init_adapter` with its rank, alpha and targets; and what it is on.
+
+    `utils.adapter_files.check_init_adapter` has compared the flags with it.
+    """
     asked, start = config.lora, config.lora.init_adapter
     if start is None:
         lora = LoraConfig(
@@ -65,17 +68,14 @@ def choose_lora(config: FinetuneConfig, model: PreTrainedModel) -> tuple[LoraCon
             base_model_name_or_path=config.pretrained,
         )
         return lora, _resolve(model, asked.lora_targets, "--lora_targets")
-    flag, defaults = f"--init_adapter {start}", LoraSettings()
+    flag = f"--init_adapter {start}"
     try:
         lora = lora_config_from_adapter(start)
         check_adapter_fits(model, start)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
     targets = _resolve(model, lora.target_modules, flag)
-    for name, value in (("lora_rank", lora.r), ("lora_alpha", lora.lora_alpha)):
-        if getattr(asked, name) not in (getattr(defaults, name), value):
-            raise ValueError(f"--{name} is that of {flag}, {value}; leave the flag out")
-    if asked.lora_targets != defaults.lora_targets:
+    if asked.lora_targets != LoraSettings().lora_targets:
         wanted = _resolve(model, asked.lora_targets, "--lora_targets")
         if other := set(wanted) ^ set(targets):
             path = min(target.path for target in other)

@@ -129,7 +129,12 @@ class StateKeeper:
         Raises:
             ValueError: an earlier run's states are there, which a later `--resume latest` would take for this run's.
         """
-        refuse_earlier_states(self.root)
+        earlier = checkpoints(self.root)
+        if earlier:
+            raise ValueError(
+                f"{self.root} has states of an earlier run ({earlier[0].name}): go on with --resume latest, or give "
+                "another --save_dir"
+            )
 
     def _global_batch(self) -> int:
         sampler = self.trainer.dataloader.batch_sampler
@@ -171,16 +176,6 @@ def _set_position(schedule: LRScheduler, position: int) -> None:
     """With the rates of this run's schedule, which may be another than the saved one: its last step is done again."""
     schedule.load_state_dict({**schedule.state_dict(), "last_epoch": position - 1, "_step_count": 0})
     schedule.step()
-
-
-def refuse_earlier_states(root: Path) -> None:
-    """ValueError if `root` has states, which a new run would mix with its own."""
-    earlier = checkpoints(root)
-    if earlier:
-        raise ValueError(
-            f"{root} has states of an earlier run ({earlier[0].name}): go on with --resume latest, or give "
-            "another --save_dir"
-        )
 
 
 def random_states() -> dict[str, Any]:

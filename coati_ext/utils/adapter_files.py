@@ -8,8 +8,25 @@ from typing import Any
 from coati_ext.config import LoraSettings
 from coati_ext.utils.model_config import read_json_mapping
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+def adapter_file(directory: str | Path) -> Path:
+    """The weights file of an adapter directory.
+
+    Raises:
+        ValueError: not an adapter directory, or one with pickled weights.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        found = "a file" if directory.is_file() else "not there"
+        raise ValueError(f"adapter {directory} is {found}; expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            hint = " (adapter_model.bin is not read: save it as safetensors)" if name == WEIGHTS_FILE else ""
+            raise ValueError(f"{directory} is no adapter directory: {name} is not there{hint}")
+    return directory / WEIGHTS_FILE
 
 
 def check_init_adapter(settings: LoraSettings) -> None:
@@ -19,24 +36,22 @@ def check_init_adapter(settings: LoraSettings) -> None:
         ValueError: a missing or damaged file, r and shapes that disagree, --lora_rank or --lora_alpha of another value.
     """
     flag = f"--init_adapter {settings.init_adapter}"
-    directory = Path(settings.init_adapter)
-    if not directory.is_dir():
-        found = "is a file" if directory.exists() else "no such directory"
-        raise ValueError(f"{flag}: {found}; expected a directory with {_CONFIG} and {_WEIGHTS}")
-    for name in (_CONFIG, _WEIGHTS):
-        if not (directory / name).is_file():
-            hint = " (adapter_model.bin is not read: save it as safetensors)" if name == _WEIGHTS else ""
-            raise ValueError(f"{flag}: no {name} in it; expected a PEFT adapter's directory{hint}")
-    adapter = read_json_mapping("--init_adapter", directory / _CONFIG)
+    try:
+        weights = adapter_file(settings.init_adapter)
+    except ValueError as error:
+        raise ValueError(f"--init_adapter: {error}") from None
+    adapter = read_json_mapping("--init_adapter", weights.with_name(CONFIG_FILE))
     if adapter.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{flag}: peft_type in {_CONFIG} is {adapter['peft_type']!r}; only LORA is supported")
-    rank = _rank_of_tensors(directory / _WEIGHTS)
+        raise ValueError(f"{flag}: peft_type in {CONFIG_FILE} is {adapter['peft_type']!r}; only LORA is supported")
+    rank = _rank_of_tensors(weights)
     for key, kinds in (("r", int), ("lora_alpha", int | float)):
         if not isinstance(adapter.get(key), kinds) or isinstance(adapter[key], bool) or adapter[key] <= 0:
-            raise ValueError(f"{flag}: {key} in {_CONFIG} is {adapter.get(key)!r}; expected a positive number")
+            raise ValueError(f"{flag}: {key} in {CONFIG_FILE} is {adapter.get(key)!r}; expected a positive number")
     patterns = adapter.get("rank_pattern")
     if rank not in (adapter["r"], *(patterns.values() if isinstance(patterns, dict) else ())):
-        raise ValueError(f"{flag}: r in {_CONFIG} is {adapter['r']}, but the tensors in {_WEIGHTS} have rank {rank}")
+        raise ValueError(
+            f"{flag}: r in {CONFIG_FILE} is {adapter['r']}, but the tensors in {WEIGHTS_FILE} have rank {rank}"
+        )
     defaults = LoraSettings()
     for name, value in (("lora_rank", rank), ("lora_alpha", adapter["lora_alpha"])):
         if getattr(settings, name) not in (getattr(defaults, name), value):

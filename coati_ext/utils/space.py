@@ -5,6 +5,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from coati_ext.utils.sizes import format_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
@@ -30,26 +32,13 @@ def check_space(flag: str, directory: str | Path, saved: list[Saved]) -> None:
     for one in saved:
         if limit != resource.RLIM_INFINITY and one.largest_file > limit:
             raise ValueError(
-                f"{flag} {directory}: files may have {_size(limit)} at most here (ulimit -f), and {one.what} "
-                f"would be a file of {_size(one.largest_file)}; raise the limit"
+                f"{flag} {directory}: files may have {format_bytes(limit)} at most here (ulimit -f), and {one.what} "
+                f"would be a file of {format_bytes(one.largest_file)}; raise the limit"
             )
     free, needed = shutil.disk_usage(existing).free, sum(one.nbytes for one in saved)
     if needed > free:
-        parts = ", ".join(f"{one.what} {_size(one.nbytes)}" for one in saved)
+        parts = ", ".join(f"{one.what} {format_bytes(one.nbytes)}" for one in saved)
         raise ValueError(
-            f"{flag} {directory}: the disk has {_size(free)} free, and {_size(needed)} will be saved ({parts}); free "
-            "some space or give another directory"
+            f"{flag} {directory}: the disk has {format_bytes(free)} free, and {format_bytes(needed)} will be saved "
+            f"({parts}); free some space or give another directory"
         )
-
-
-def _size(nbytes: int) -> str:
-    """As in "3.2 GB".
-
-    Example:
-        >>> _size(512), _size(3_200_000)
-        ('512 bytes', '3.2 MB')
-    """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes} bytes"

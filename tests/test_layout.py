@@ -1,6 +1,7 @@
 """Which part of the code may import which: walks the syntax trees of coati_ext/ and applications/."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,3 +224,11 @@ def test_rule_finds(file, source, expected):
 def test_rule_allows(file, source):
     tree = ast.parse(source)
     assert [problem for rule in RULES for problem in rule(tree, ROOT / file)] == []
+
+
+def test_the_fp8_tools_load_neither_transformers_nor_peft():
+    """They would take seconds at each start, and these tools need torch only."""
+    modules = [f"coati_ext.checkpoint_io.{name}" for name in ("fp8_to_bf16", "bf16_to_fp8", "verify_fp8")]
+    loaded = f"import sys, {', '.join(modules)}; print([n for n in ('transformers', 'peft') if n in sys.modules])"
+    process = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True)
+    assert process.stdout.strip() == "[]", process.stdout + process.stderr

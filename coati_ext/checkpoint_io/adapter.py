@@ -28,7 +28,8 @@ from coati_ext.checkpoint_io.adapter_config import (
     read_shapes,
 )
 from coati_ext.checkpoint_io.adapter_directory import replace_directory, write_json
-from coati_ext.checkpoint_io.model_card import CARD_NAME, adapter_card, package_versions
+from coati_ext.checkpoint_io.hf_directory import CARD_NAME
+from coati_ext.checkpoint_io.model_card import adapter_card, package_versions
 from coati_ext.checkpoint_io.names import FACTORS, LoraTensor, to_disk
 from coati_ext.models.lora import ADAPTER_NAME
 from coati_ext.models.targets import structure_of

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from coati_ext.utils.sizes import format_bytes
 
 CONFIG_NAME = "config.json"
+CARD_NAME = "README.md"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000

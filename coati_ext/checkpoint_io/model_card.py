@@ -12,8 +12,6 @@ from torch import nn
 
 from coati_ext import __version__
 
-CARD_NAME = "README.md"
-
 
 def package_versions() -> dict[str, str]:
     """What the adapter or model was made with."""

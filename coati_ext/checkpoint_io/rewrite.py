@@ -12,8 +12,7 @@ from tqdm import tqdm
 from coati_ext import __version__
 from coati_ext.checkpoint_io import stream
 from coati_ext.checkpoint_io.checkpoint import Checkpoint
-from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, copy_side_files
-from coati_ext.checkpoint_io.model_card import CARD_NAME
+from coati_ext.checkpoint_io.hf_directory import CARD_NAME, CONFIG_NAME, INDEX_NAME, SINGLE_NAME, copy_side_files
 from coati_ext.checkpoint_io.resumable import resumable_directory
 from coati_ext.checkpoint_io.stream import OutputShard
 

@@ -27,6 +27,7 @@ from coati_ext.checkpoint_io.checkpoint import Checkpoint, read_checkpoint
 from coati_ext.checkpoint_io.fp8_format import quantization_of
 from coati_ext.checkpoint_io.fp8_to_bf16 import bf16_config
 from coati_ext.checkpoint_io.hf_directory import (
+    CARD_NAME,
     CONFIG_NAME,
     DEFAULT_MAX_SHARD_BYTES,
     copy_side_files,
@@ -34,7 +35,7 @@ from coati_ext.checkpoint_io.hf_directory import (
 )
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load_plan import named_weights
-from coati_ext.checkpoint_io.model_card import CARD_NAME, full_model_card
+from coati_ext.checkpoint_io.model_card import full_model_card
 from coati_ext.checkpoint_io.resumable import check_apart
 from coati_ext.checkpoint_io.rewrite import write_index
 from coati_ext.checkpoint_io.safetensors_file import write_exactly

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from coati_ext.checkpoint_io.hf_directory import CARD_NAME
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load import build_meta_model
-from coati_ext.checkpoint_io.model_card import CARD_NAME, full_model_card
+from coati_ext.checkpoint_io.model_card import full_model_card
 from coati_ext.models.targets import structure_of
 from coati_ext.plugin.module import drop_frozen, freeze_fp32
 

@@ -40,13 +40,7 @@ def start(inputs, run_dir, *flags, processes=1) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=as_in_a_terminal,
     )
-
-
-def as_in_a_terminal() -> None:
-    """A shell starts what it runs in the background, such as these tests, with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:

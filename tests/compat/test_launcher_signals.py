@@ -28,7 +28,8 @@ os.rename(file + ".new", file)
 while not received:
     time.sleep(0.01)
 time.sleep(1)
-print("rank", os.environ["RANK"], "got", *[signal.Signals(number).name for number in received], flush=True)
+names = " ".join(signal.Signals(number).name for number in received)
+os.write(1, f"rank {os.environ['RANK']} got {names}\\n".encode())  # at once: the ranks share the output
 sys.exit(int(sys.argv[2]))
 """
 # The same under run_command, with nothing trapped.
@@ -63,7 +64,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_ignore_hangup if ignoring_hangup else _as_in_a_terminal,
+            preexec_fn=_ignore_hangup if ignoring_hangup else None,
         )
         self.processes = [psutil.Process(self.launcher.pid), *ranks_of(folder, self.launcher)]
         self.processes += self.processes[0].children(recursive=True)
@@ -81,14 +82,7 @@ class Run:
         return self.launcher.returncode, out, err
 
 
-def _as_in_a_terminal() -> None:
-    """Whatever the signals that these tests were started to ignore."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def _ignore_hangup() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

@@ -56,7 +56,7 @@ def shard_sequence(model: PreTrainedModel, sp_group: dist.ProcessGroup | None) -
     if sp_size == 1:
         return
     base = model.config._attn_implementation
-    if base.startswith(f"{_PREFIX}:"):
+    if is_sequence_sharded(model):
         if not base.endswith(f":{sp_group.group_name}"):
             raise ValueError(f"the model's attention is {base} already; it cannot be given another sp group")
         return
@@ -278,6 +278,11 @@ def _no_mask(*args: Any, mask_function: Callable = causal_mask_function, **kwarg
     """The mask as transformers' mask interface asks for it: none where a causal one is wanted."""
     plain = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
     return None if plain else _OtherMask()
+
+
+def is_sequence_sharded(model: PreTrainedModel) -> bool:
+    """Whether `shard_sequence` has given the model its attention."""
+    return model.config._attn_implementation.startswith(f"{_PREFIX}:")
 
 
 @dataclass(frozen=True, kw_only=True)

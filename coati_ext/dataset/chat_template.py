@@ -22,9 +22,9 @@ Characters become tokens with the offsets of ONE tokenisation of the whole text,
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +33,7 @@ from coati_ext.dataset.jsonl import Conversation
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
+Rendered = TypeVar("Rendered")
 
 _PROBE = "PROBE-7f3a1c"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -51,14 +52,21 @@ class RenderedChat:
 class ChatRenderer:
     """Renders conversations with the tokenizer's chat template and finds the supervised spans.
 
-    `notices` collects what a user should know of the template; each is said once.
+    `notices` collects what a user should know of the template; each is said once. `chat_template` is one to use
+    instead of the tokenizer's own.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template and none is given.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> None:
-        if not getattr(tokenizer, "chat_template", None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: dict[str, Any] | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> None:
+        if not (chat_template or getattr(tokenizer, "chat_template", None)):
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so turns cannot be told apart; use "
                 "the tokenizer of the model's chat (Instruct) version, or set tokenizer.chat_template before this call"
@@ -71,9 +79,8 @@ class ChatRenderer:
             )
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
-        self.special_tokens = tuple(token for token in special if token)
+        self.chat_template = chat_template
+        self.special_tokens = special_tokens(tokenizer)
         self._notices: dict[str, str] = {}
         self.default_system_prompt = self._find_default_system_prompt()
 
@@ -89,9 +96,25 @@ class ChatRenderer:
         Raises:
             ValueError: the template refuses the conversation or does not print all of it.
         """
-        messages, tools = conversation.messages, conversation.tools
+        return self._with_or_without_nulls(self._render, conversation)
+
+    def render_prompt(self, prompt: Conversation) -> str:
+        """The text of all turns with the generation header behind them: what the model is to go on from.
+
+        Raises:
+            ValueError: the template refuses the turns or does not print all of them.
+        """
+        return self._with_or_without_nulls(self._render_prompt, prompt)
+
+    def _render_prompt(self, messages: Messages, tools: Tools) -> str:
+        text = self._text(messages, tools, add_generation_prompt=True)
+        _check_prompt_printed(messages, tools, text)
+        return text
+
+    def _with_or_without_nulls(self, render: Callable[[Messages, Tools], Rendered], chat: Conversation) -> Rendered:
+        messages, tools = chat.messages, chat.tools
         try:
-            return self._render(messages, tools)
+            return render(messages, tools)
         except ValueError as error:
             if all(message["content"] is not None for message in messages):
                 raise
@@ -99,7 +122,7 @@ class ChatRenderer:
         # The null content of a turn with tool calls: some templates need it (DeepSeek), some cannot take it (Qwen).
         messages = [message if message["content"] is not None else {**message, "content": ""} for message in messages]
         try:
-            return self._render(messages, tools)
+            return render(messages, tools)
         except ValueError as second:
             raise ValueError(f'{first} (with "" for the null content of a turn: {second})') from first
 
@@ -228,13 +251,14 @@ class ChatRenderer:
             self.tokenizer.apply_chat_template,
             messages,
             tools=tools,
+            chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **self.template_kwargs,
         )
 
     def _template(self, tools: Tools) -> str:
-        return self.tokenizer.get_chat_template(tools=tools)
+        return self.tokenizer.get_chat_template(self.chat_template, tools=tools)
 
     @staticmethod
     def _guard(render: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +306,13 @@ def tokenize_chats(
         yield ids, mask
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens that `skip_special_tokens` leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return tuple(token for token in special if token)
+
+
 def _tokens_of(offsets: list[Span], span: Span) -> Span:
     """Range of the tokens that share a character with `span`."""
     first = bisect_right(offsets, span[0], key=lambda offset: offset[1])
@@ -310,22 +341,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _check_printed(messages: Messages, tools: Tools, text: str, turn_text: str) -> None:
-    """Raise unless `text` prints every prompt and tool name, and `turn_text` all of the last (assistant) turn.
-
-    White space is not compared (templates trim). Assistant turns before the last are not checked: dropping their
-    reasoning is what the model meets at inference. Tool results are not: templates may print them as JSON.
-    """
-    squeezed = _squeeze(text)
-    for number, message in enumerate(messages, 1):
-        if message["role"] in ("system", "developer", "user") and _squeeze(message["content"]) not in squeezed:
-            raise ValueError(
-                f"the chat template does not print all of turn {number} ({message['role']}); take the turn out, or set "
-                "a tokenizer.chat_template that prints it"
-            )
-    for tool in tools or []:
-        name = tool.get("function", tool).get("name")
-        if name and name not in text:
-            raise ValueError(f"the chat template does not print the tool {name!r}; it has no support for 'tools'")
+    """Raise unless `text` prints every prompt and tool name, and `turn_text` all of the last (assistant) turn."""
+    _check_prompt_printed(messages, tools, text)
     last, number = messages[-1], len(messages)
     squeezed = _squeeze(turn_text)
     for key in ("content", *_REASONING_KEYS):
@@ -348,6 +365,25 @@ def _check_printed(messages: Messages, tools: Tools, text: str, turn_text: str) 
                 f"the chat template does not print the tool call arguments of turn {number} as they are written "
                 "(a JSON string is quoted once more); give 'arguments' as an object"
             )
+
+
+def _check_prompt_printed(messages: Messages, tools: Tools, text: str) -> None:
+    """Raise unless `text` prints every system and user turn and the name of every tool.
+
+    White space is not compared (templates trim). Assistant turns before the last are not checked: dropping their
+    reasoning is what the model meets at inference. Tool results are not: templates may print them as JSON.
+    """
+    squeezed = _squeeze(text)
+    for number, message in enumerate(messages, 1):
+        if message["role"] in ("system", "developer", "user") and _squeeze(message["content"]) not in squeezed:
+            raise ValueError(
+                f"the chat template does not print all of turn {number} ({message['role']}); take the turn out, or set "
+                "a tokenizer.chat_template that prints it"
+            )
+    for tool in tools or []:
+        name = tool.get("function", tool).get("name")
+        if name and name not in text:
+            raise ValueError(f"the chat template does not print the tool {name!r}; it has no support for 'tools'")
 
 
 def _squeeze(text: str) -> str:

@@ -9,6 +9,24 @@ import random
 from collections.abc import Iterator
 
 
+def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> list[int]:
+    """The permutation of `epoch` (from 0); the same on every rank and machine."""
+    order = list(range(num_samples))
+    if shuffle:
+        # A string seed is hashed whole: (seed 0, epoch 1) and (seed 1, epoch 0) are unrelated.
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def check_shares(dp_rank: int, dp_size: int, **sizes: int) -> None:
+    """Raise ValueError for a size below 1, by its name, and for a rank that is none of `dp_size`."""
+    for name, value in {**sizes, "dp_size": dp_size}.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"dp_rank is {dp_rank}; expected 0 to {dp_size - 1} (dp_size {dp_size})")
+
+
 class EpochBatchSampler:
     """A `batch_sampler` for torch's DataLoader.
 
@@ -32,11 +50,7 @@ class EpochBatchSampler:
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        for name, value in (("num_samples", num_samples), ("batch_size", batch_size), ("dp_size", dp_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"dp_rank is {dp_rank}; expected 0 to {dp_size - 1} (dp_size {dp_size})")
+        check_shares(dp_rank, dp_size, num_samples=num_samples, batch_size=batch_size)
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.dp_rank = dp_rank
@@ -64,10 +78,7 @@ class EpochBatchSampler:
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self.num_samples))
-        if self.shuffle:
-            # A string seed is hashed whole: (seed 0, epoch 1) and (seed 1, epoch 0) are unrelated.
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
+        order = epoch_order(self.num_samples, self.seed, self.epoch, shuffle=self.shuffle)
         for batch in range(self.start_batch, self.num_batches):
             first = (batch * self.dp_size + self.dp_rank) * self.batch_size
             yield order[first : first + self.batch_size]

@@ -11,9 +11,12 @@ from inspect import signature
 import torch
 from transformers import Cache, PreTrainedModel
 
+from coati_ext.models.decode_graph import StaticStep
+from coati_ext.models.fixed_cache import release_cache
 from coati_ext.models.kv_cache import adopt_cache, join_caches, select_rows
 from coati_ext.models.sampling import Sampling, draw_tokens
 from coati_ext.models.stop_strings import StopStrings
+from coati_ext.utils.launch import print_rank_0
 
 PREFILL_TOKENS = 16384  # of one forward of prompts, padding included: bounds its activations
 WORTH_COMPACTING = 1 / 8  # share of ended rows: to copy the others costs about what a step of attention costs
@@ -59,6 +62,7 @@ class RowBatch:
     rows: list[Row]
     cache: Cache
     width: int
+    last: int  # column at which the last row ends, at the latest
     pads: list[int]
     token_B: torch.Tensor  # drawn, not yet in the cache
     pad_B: torch.Tensor
@@ -77,18 +81,26 @@ class RowBatch:
             select_rows(self.cache, index_B, drop=drop)
         self.rows = [self.rows[i] for i in keep]
         self.pads = [self.pads[i] - drop for i in keep]
-        self.pad_B, self.start_B, self.width = self.pad_B - drop, self.start_B - drop, self.width - drop
+        self.pad_B, self.start_B = self.pad_B - drop, self.start_B - drop
+        self.width, self.last = self.width - drop, self.last - drop
+
+
+def _ends(batches: list[RowBatch]) -> tuple[int, int]:
+    """(`width`, `last`) of the batches side by side."""
+    width = max(batch.width for batch in batches)
+    return width, max(width - batch.width + batch.last for batch in batches)
 
 
 def _join(batches: list[RowBatch]) -> RowBatch:
     if len(batches) == 1:
         return batches[0]
-    width = max(batch.width for batch in batches)
+    width, last = _ends(batches)
     shifts = [width - batch.width for batch in batches]
     return RowBatch(
         rows=[row for batch in batches for row in batch.rows],
         cache=join_caches([batch.cache for batch in batches]),
         width=width,
+        last=last,
         pads=[pad + shift for batch, shift in zip(batches, shifts, strict=True) for pad in batch.pads],
         token_B=torch.cat([batch.token_B for batch in batches]),
         pad_B=torch.cat([batch.pad_B + shift for batch, shift in zip(batches, shifts, strict=True)]),
@@ -114,6 +126,7 @@ class DecodeEngine:
     batches: list[RowBatch] = field(default_factory=list)  # one, but between a forward of prompts and the next step
     admitting: bool = False
     equal_lengths: bool = False  # only rows without padding step together
+    static: StaticStep | None = None  # steps instead of `forward`, as long as it can
     error: str = ""
 
     def __post_init__(self) -> None:
@@ -190,6 +203,7 @@ class DecodeEngine:
             rows=rows,
             cache=cache,
             width=width,
+            last=width + self.sampling.max_new_tokens - 1,
             pads=[pads[p] for p in source],
             token_B=source_B,
             pad_B=pad_P[source_B],
@@ -205,8 +219,12 @@ class DecodeEngine:
         if len(self.batches) > 1:
             for batch in self.batches:
                 self._take_home(batch)
+            if self.static is not None and self.static.holds(self.batches[0].cache):
+                self.static.make_room(self.num_rows, *_ends(self.batches))
             self.batches = [_join(self.batches)]
         (batch,) = self.batches
+        if self.static is not None and self._static_step(batch):
+            return
         # A row past its end steps on until it is read: its position stays one that the model has.
         last_B = batch.start_B + self.sampling.max_new_tokens - 1
         position_B = last_B.clamp(max=batch.width) - batch.pad_B
@@ -216,6 +234,20 @@ class DecodeEngine:
             self.model, batch.token_B[:, None], position_B[:, None], mask_BS, batch.cache
         )
         self._draw(batch, logits_BV)
+
+    def _static_step(self, batch: RowBatch) -> bool:
+        """Whether the turn is taken. Where the step or its capture fails, this turn and all after it go without."""
+        static = self.static
+        try:
+            static.turn(batch)
+        except (RuntimeError, ValueError, TypeError) as error:
+            cause = _first_line(error)
+            if static.required:
+                raise ValueError(f"cuda_graphs=True, but no graph can be captured: {cause}") from error
+            print_rank_0(f"warning: generation goes on without CUDA graphs, none can be captured: {cause}")
+            release_cache(batch.cache)
+            self.static = None
+        return self.static is not None
 
     def _draw(self, batch: RowBatch, logits_BV: torch.Tensor) -> None:
         step_B = batch.width - batch.start_B
@@ -227,10 +259,22 @@ class DecodeEngine:
         for batch in self.batches:
             self._take_home(batch)
             keep = [i for i, row in enumerate(batch.rows) if not row.ended]
-            ended = len(batch.rows) - len(keep)
-            if keep and ended and ended >= len(batch.rows) * WORTH_COMPACTING:
+            if keep and self._worth_compacting(batch, len(keep)):
+                if self.static is not None and self.static.holds(batch.cache):
+                    drop = min(batch.pads[i] for i in keep)
+                    self.static.make_room(len(keep), batch.width - drop, batch.last - drop)
                 batch.select(keep)
         self.batches = [batch for batch in self.batches if not all(row.ended for row in batch.rows)]
+
+    def _worth_compacting(self, batch: RowBatch, num_kept: int) -> bool:
+        ended = len(batch.rows) - num_kept
+        if not ended or self.static is None or not self.static.holds(batch.cache):
+            return ended > 0 and ended >= len(batch.rows) * WORTH_COMPACTING
+        # A step of fixed shapes takes as long with fewer rows: they give way to others, or to a smaller shape.
+        if self.waiting:
+            free = self.batch_size - self.num_rows + ended
+            return free >= self.batch_size * WORTH_ADMITTING and free >= len(self.waiting[0])
+        return self.static.worth_shrinking(batch, num_kept)
 
     def _take_home(self, batch: RowBatch) -> None:
         if not batch.unread:
@@ -255,6 +299,13 @@ class DecodeEngine:
             stops = token in self._stop_ids or (suspect and self.stop_strings.completed_by_last(row.ids))
             row.finished = stops and len(row.ids) >= self.sampling.min_new_tokens
             row.ended = row.finished or len(row.ids) == self.sampling.max_new_tokens or bool(self.error)
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what went wrong first: a capture that fails ends in an error that says only that it has failed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _mask(pads: list[int], pad_B: torch.Tensor, width: int) -> torch.Tensor | None:

@@ -11,8 +11,8 @@ completion is the same whatever else is in the batch, on however many ranks (up 
 Ranks that share experts meet in every MoE layer, so all ranks of `group` call the model equally often: a turn is one
 call of the model, for new prompts, for the next token of all rows, or for one dummy token where a rank has no rows. On
 an accelerator the host looks at the tokens every `_TURNS_BETWEEN_READS` turns only; what a row has drawn past its end
-is thrown away. Left out: CUDA graphs (`decode_engine.forward` is the one call that they would replace), speculative
-decoding, beams.
+is thrown away. On a GPU a turn for the next token is a CUDA graph where it can be one (`decode_graph`). Left out:
+speculative decoding, beams.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coati_ext.models.decode_engine import DecodeEngine, Row
+from coati_ext.models.decode_engine import DecodeEngine, Row, forward
+from coati_ext.models.decode_graph import StaticStep, can_capture
 from coati_ext.models.sampling import Sampling, row_key
 from coati_ext.models.sequence_parallel import is_sequence_sharded
 from coati_ext.models.shard import PassThrough
@@ -66,6 +67,7 @@ def generate(
     batch_size: int | None = None,
     pad_id: int = 0,
     turns_between_reads: int | None = None,
+    cuda_graphs: bool | None = None,
 ) -> Completions:
     """Draw `num_samples` completions of every prompt, in eval mode; leaves the model as it was.
 
@@ -83,6 +85,8 @@ def generate(
         batch_size: most rows at a time on this rank; default all.
         pad_id: any valid token; padding is masked by length, so a stop id will do.
         turns_between_reads: the same on all ranks of `group`; default 8 on accelerators, 1 on CPUs.
+        cuda_graphs: whether the step for the next tokens is a CUDA graph. None: where `can_capture` allows it; if a
+            capture fails, generation goes on without, with a warning. True: ValueError in both cases. False: never.
 
     Raises:
         ValueError: a prompt that is empty or too long for the model, arguments that do not fit, a model that cannot
@@ -93,6 +97,9 @@ def generate(
         inner = _causal_lm(model)
         numbers = list(range(len(prompts))) if prompt_numbers is None else prompt_numbers
         _check(inner, prompts, sampling, numbers, num_samples, batch_size)
+        graphs, reason = can_capture(inner, group=group)
+        if cuda_graphs and not graphs:
+            raise ValueError(f"cuda_graphs=True, but {reason}; use cuda_graphs=None")
         stop_strings = StopStrings(sampling.stop_strings, tokenizer)
     rows = [
         [Row(prompt=p, key=row_key(seed, number, sample)) for sample in range(num_samples)]
@@ -101,15 +108,14 @@ def generate(
     device = inner.get_input_embeddings().weight.device
     if turns_between_reads is None:
         turns_between_reads = 1 if device.type == "cpu" else _TURNS_BETWEEN_READS
+    batch_size = batch_size or max(1, len(prompts) * num_samples)
+    common = {"model": inner, "sampling": sampling, "pad_id": pad_id, "device": device}
+    static = None
+    if graphs and cuda_graphs is not False:
+        static = StaticStep(**common, forward=forward, most_rows=batch_size, required=bool(cuda_graphs))
     with torch.no_grad(), _as_it_was(inner):
         engine = DecodeEngine(
-            model=inner,
-            prompts=prompts,
-            sampling=sampling,
-            stop_strings=stop_strings,
-            batch_size=batch_size or max(1, len(prompts) * num_samples),
-            pad_id=pad_id,
-            device=device,
+            **common, prompts=prompts, stop_strings=stop_strings, batch_size=batch_size, static=static
         )
         engine.submit(rows)
         while True:

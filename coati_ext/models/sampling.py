@@ -89,8 +89,22 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # zeros come in, where `>>` brings copies of the sign
 
 
+def stop_mask(sampling: Sampling, num_tokens: int, device: torch.device) -> torch.Tensor | None:
+    """bool (V,): what cannot be drawn before `min_new_tokens`; None if that is nothing."""
+    if not (sampling.min_new_tokens and sampling.stop_ids):
+        return None
+    stops_V = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    for token in sampling.stop_ids:
+        stops_V[token].fill_(True)  # an index of tensors would have to be copied to the device, which waits for it
+    return stops_V
+
+
 def draw_tokens(
-    logits_BV: torch.Tensor, sampling: Sampling, key_B: torch.Tensor, step_B: torch.Tensor
+    logits_BV: torch.Tensor,
+    sampling: Sampling,
+    key_B: torch.Tensor,
+    step_B: torch.Tensor,
+    stops_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(Tokens (B,), their log-probs (B,) fp32) under the distribution that they were drawn from.
 
@@ -101,23 +115,29 @@ def draw_tokens(
 
     Args:
         step_B: how many tokens of its completion a row has already.
+        stops_V: `stop_mask`, so that it is made once; made here by default.
     """
+    if stops_V is None:
+        stops_V = stop_mask(sampling, logits_BV.shape[1], logits_BV.device)
     elements = _ELEMENTS_CPU if logits_BV.device.type == "cpu" else _ELEMENTS
     rows = max(1, elements // logits_BV.shape[1])
     parts = zip(logits_BV.split(rows), key_B.split(rows), step_B.split(rows), strict=True)
-    tokens, log_probs = zip(*(_draw(logits, sampling, key, step) for logits, key, step in parts), strict=True)
+    tokens, log_probs = zip(*(_draw(logits, sampling, key, step, stops_V) for logits, key, step in parts), strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
 def _draw(
-    logits_BV: torch.Tensor, sampling: Sampling, key_B: torch.Tensor, step_B: torch.Tensor
+    logits_BV: torch.Tensor,
+    sampling: Sampling,
+    key_B: torch.Tensor,
+    step_B: torch.Tensor,
+    stops_V: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits_BV = logits_BV.float()
     token_BK = torch.arange(logits_BV.shape[1], device=logits_BV.device).expand_as(logits_BV)
-    if sampling.min_new_tokens and sampling.stop_ids:
-        stop_ids = torch.tensor(sampling.stop_ids, device=logits_BV.device)
+    if stops_V is not None:
         early_B1 = (step_B < sampling.min_new_tokens)[:, None]
-        logits_BV = logits_BV.masked_fill(early_B1 & torch.isin(token_BK[:1], stop_ids), float("-inf"))
+        logits_BV = logits_BV.masked_fill(early_B1 & stops_V, float("-inf"))
     if sampling.temperature == 0:
         log_probs_BK = logits_BV.log_softmax(-1)
         place_B1 = log_probs_BK.argmax(-1, keepdim=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -16,16 +16,17 @@ from coati_ext.models.reward_score.math_expression import math_reward, require_m
 from coati_ext.models.reward_score.score import not_scorable
 
 # Given for each sample or by the model itself, never as a setting.
-_PER_SAMPLE = {"length", "truncated"}
+_PER_SAMPLE = {"length", "truncated", "metadata"}
 _OWN = {"pool", "deadline_s"}
 
 
 class RLVRRewardModel:
     """The weighted sum of verifiable rewards (`coati_ext.models.reward_score`).
 
-    A reward is called as `function(completion, gold, **settings)`, with those of the settings, and of `length` and
-    `truncated`, that its signature names. It returns a `Score`, a number, a bool (which is an accuracy too) or None:
-    this sample is not scorable. Rewards with a `deadline_s` are slow: their samples are graded in parallel.
+    A reward is called as `function(completion, gold, **settings)`, with those of the settings, and of `length`,
+    `truncated` and `metadata`, that its signature names. It returns a `Score`, a number, a bool (which is an accuracy
+    too) or None: this sample is not scorable. Rewards with a `deadline_s` are slow: their samples are graded in
+    parallel.
 
     Args:
         reward_functions: names of `REWARDS`, dotted paths, or functions.
@@ -78,6 +79,7 @@ class RLVRRewardModel:
         *,
         truncated: Sequence[bool] | None = None,
         lengths: Sequence[int] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Score]:
         """One score a completion, in their order.
 
@@ -85,22 +87,26 @@ class RLVRRewardModel:
             completions: what was generated, without the prompt.
             truncated: whether each was cut at the token limit; false by default.
             lengths: tokens of each; needed by the rewards of length.
+            metadata: other keys of each prompt's line.
 
         Raises:
             ValueError: lists of unlike lengths, or a reward that needs `lengths` without them.
             RuntimeError: a reward failed; the text names it and the sample. No failure is taken for a reward of 0.
         """
-        for name, values in {"golds": golds, "truncated": truncated, "lengths": lengths}.items():
+        given = {"golds": golds, "truncated": truncated, "lengths": lengths, "metadata": metadata}
+        for name, values in given.items():
             if values is not None and len(values) != len(completions):
                 raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions")
-        needing = [name for name, accepted in self._accepted.items() if accepted.get("length")]
-        if needing and lengths is None:
-            raise ValueError(f"the reward {needing[0]} needs lengths, the number of tokens of each completion")
+        for key, values in {"length": lengths, "metadata": metadata}.items():
+            needing = [name for name, accepted in self._accepted.items() if accepted.get(key)]
+            if needing and values is None:
+                raise ValueError(f"the reward {needing[0]} needs the {key} of each completion")
 
         def grade(index: int) -> Score:
             sample = {
                 "truncated": truncated is not None and bool(truncated[index]),
                 "length": None if lengths is None else int(lengths[index]),
+                "metadata": {} if metadata is None else metadata[index],
             }
             scores = {
                 name: self._one(name, index, completions[index], golds[index], sample) for name in self._functions
@@ -129,6 +135,8 @@ class RLVRRewardModel:
             if key not in takes:
                 names = ", ".join(self._functions)
                 raise ValueError(f"no reward of {names} takes {key!r}; they take {', '.join(sorted(takes)) or 'none'}")
+        for name, function in self._functions.items():
+            _check_types(name, function, {key: settings[key] for key in self._accepted[name] if key in settings})
         for name, accepted in self._accepted.items():
             for key, required in accepted.items():
                 if required and key not in settings and key not in _PER_SAMPLE | _OWN:
@@ -140,6 +148,7 @@ class RewardModel:
 
     Args:
         pretrained: a directory that `AutoModelForSequenceClassification` loads, with its tokenizer.
+        checkpoint: a directory with its weights, if they are not in `pretrained`.
         batch_size: pairs of one forward pass.
         max_length: tokens of a pair; longer ones lose their beginning. Default: the model's limit.
         device: where it runs; the GPU if there is one.
@@ -152,6 +161,7 @@ class RewardModel:
         self,
         pretrained: str | Path,
         *,
+        checkpoint: str | Path | None = None,
         batch_size: int = 8,
         max_length: int | None = None,
         device: torch.device | str | None = None,
@@ -163,14 +173,17 @@ class RewardModel:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
+        source = checkpoint or pretrained
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            pretrained, dtype=dtype, local_files_only=True, output_loading_info=True
+            source, dtype=dtype, local_files_only=True, output_loading_info=True
         )
         if model.config.num_labels != 1:
-            raise ValueError(f"{pretrained} has num_labels {model.config.num_labels}; a reward model has a head of 1")
+            raise ValueError(
+                f"{checkpoint or pretrained} has num_labels {model.config.num_labels}; a reward model has a head of 1"
+            )
         if info["missing_keys"]:
             missing = ", ".join(sorted(info["missing_keys"]))
-            raise ValueError(f"{pretrained} has no weights for {missing}: it is no trained reward model")
+            raise ValueError(f"{source} has no weights for {missing}: it is no trained reward model")
         self._tokenizer = AutoTokenizer.from_pretrained(pretrained, local_files_only=True, truncation_side="left")
         if self._tokenizer.pad_token is None:
             if self._tokenizer.eos_token is None:
@@ -183,6 +196,12 @@ class RewardModel:
         limit = getattr(model.config, "max_position_embeddings", None) or self._tokenizer.model_max_length
         self._max_length = max_length or limit
         self._batch_size = batch_size
+
+    def to(self, device: torch.device | str) -> "RewardModel":
+        """Move the weights, as to host memory while the policy trains."""
+        self.device = torch.device(device)
+        self._model.to(device)
+        return self
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -233,6 +252,21 @@ def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
         for number, parameter in enumerate(parameters)
         if parameter.kind in kinds and number >= (2 if parameter.kind == kinds[1] else 0)
     }
+
+
+def _check_types(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that its annotation says is a number or one of some words, and is not."""
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):
+        return  # annotations of names that are not there at run time, or a callable without any
+    for key, value in settings.items():
+        hint = hints.get(key)
+        if hint in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{key} of the reward {name} is {value!r}; expected a number")
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            expected = " or ".join(map(repr, get_args(hint)))
+            raise ValueError(f"{key} of the reward {name} is {value!r}; expected {expected}")
 
 
 def _as_score(value: Any) -> Score:

@@ -125,6 +125,16 @@ def test_an_import_error_inside_a_reward_s_module_is_not_hidden(tmp_path, monkey
         (dict(reward_functions=["gsm8k"], deadline_s=3), "takes 'deadline_s'"),
         (dict(reward_functions=[length_of], tags=TAGS), "takes 'tags'; they take none"),
         (dict(reward_functions=["overlong"], soft_zone=3), "overlong needs the setting max_length"),
+        (
+            dict(reward_functions=["number"], correct_score="abc"),
+            "correct_score of the reward number is 'abc'; expected a n",
+        ),
+        (dict(reward_functions=["number"], format_score=None), "format_score of the reward number is None"),
+        (dict(reward_functions=["number"], format_score=True), "format_score of the reward number is True"),
+        (
+            dict(reward_functions=["math"], extraction="lax"),
+            "extraction of .* is 'lax'; expected 'strict' or 'flexible'",
+        ),
         (dict(reward_functions=["code"], deadline_s=0), "deadline_s is 0"),
         (dict(reward_functions=["code"], num_workers=0), "num_workers is 0"),
     ],
@@ -140,7 +150,7 @@ def test_lists_of_unlike_lengths_and_missing_lengths_are_refused():
         model(["a", "b"], [None], lengths=[1, 2])
     with pytest.raises(ValueError, match="lengths has 1 entries"):
         model(["a", "b"], [None, None], lengths=[1])
-    with pytest.raises(ValueError, match="overlong needs lengths"):
+    with pytest.raises(ValueError, match="overlong needs the length"):
         model(["a"], [None])
     assert model([], [], lengths=[]) == []
 

@@ -9,6 +9,7 @@ from coati_ext.models.reward_score.match import exact_match_reward, regex_match_
 from coati_ext.models.reward_score.math_expression import math_reward
 from coati_ext.models.reward_score.multiple_choice import multiple_choice_reward
 from coati_ext.models.reward_score.number import number_reward
+from coati_ext.models.reward_score.reasoning_gym import reasoning_gym_reward
 from coati_ext.models.reward_score.score import REASONS, Reason, Score, add_scores, reason_rates
 from coati_ext.models.reward_score.shaping import overlong_reward, target_length_reward
 
@@ -20,6 +21,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match_reward,
     "regex_match": regex_match_reward,
     "code": code_reward,
+    "reasoning_gym": reasoning_gym_reward,
     "overlong": overlong_reward,
     "target_length": target_length_reward,
     # ColossalChat's names.

@@ -104,4 +104,27 @@ def _exactly_equal(left: Any, right: Any) -> bool:
     return sympy.simplify(difference) == 0 or difference.equals(0) is True
 
 
-TASKS: dict[str, Callable[..., Any]] = {"math": math, "regex": regex}
+def reasoning_gym(name: str, answer: str, gold: str, metadata: dict[str, Any]) -> float | None:
+    """What the task's scorer gives the answer, from 0 to 1; None if it does not give the gold 1."""
+    task = _gym_task(name)
+    try:
+        if float(task.score_answer(gold, {"question": "", "answer": gold, "metadata": metadata})) < 1:
+            return None
+    except Exception:
+        return None
+    try:
+        return float(task.score_answer(answer, {"question": "", "answer": gold, "metadata": metadata}))
+    except MemoryError:
+        os._exit(1)
+    except Exception:  # a scorer raises whatever its parser does, and it took the gold
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _gym_task(name: str) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(name, seed=0, size=1)
+
+
+TASKS: dict[str, Callable[..., Any]] = {"math": math, "reasoning_gym": reasoning_gym, "regex": regex}

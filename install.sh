@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs coati_ext and everything it needs.
 #
-#   bash install.sh [extras...]        extras: test quickstart grpo tasks
+#   bash install.sh [extras...]        extras: test quickstart grpo tasks benchmark wandb
 #
 # Into the active virtual or conda environment, or else into .venv beside this file (made with $PYTHON, default python3).
 # TORCH_SPEC is what pip installs when no suitable torch is there, e.g. "torch==2.13.0 --index-url URL".
@@ -78,7 +78,7 @@ if ! up_to_date; then
   # shellcheck disable=SC2086  # TORCH_SPEC may hold options
   [ "$found" = None ] || step "$found: installing $TORCH_SPEC" pip_install $TORCH_SPEC
   step "installing $TARGET" pip_install -e "$HERE${EXTRAS:+[$EXTRAS]}"
-  ! grep "$UNKNOWN_EXTRA" "$LOG" >&2 || die "unknown extra in: $* (there are: test quickstart grpo tasks)"
+  ! grep "$UNKNOWN_EXTRA" "$LOG" >&2 || die "unknown extra in: $* (there are: test quickstart grpo tasks benchmark wandb)"
   step "installing ${NO_DEPS[*]}" pip_install --no-deps "${NO_DEPS[@]}"
 fi
 

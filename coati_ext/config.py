@@ -39,7 +39,7 @@ class DataConfig:
     skip_bad_lines: bool = arg(False, "count broken lines and go on instead of stopping at the first")
 
     def __post_init__(self) -> None:
-        _at_least(self, 2, "max_length")
+        at_least(self, 2, "max_length")
 
 
 @dataclass(kw_only=True)
@@ -59,12 +59,16 @@ class LoraSettings:
     init_adapter: str | None = arg(None, "start from this PEFT adapter, ours or another tool's per-expert one")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "lora_rank")
-        _at_least(self, 1, "lora_alpha")
+        at_least(self, 0, "lora_rank")
+        at_least(self, 1, "lora_alpha")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"--lora_dropout must lie in [0, 1), got {self.lora_dropout}")
         if not self.lora_targets:
             raise ValueError("--lora_targets is empty; the default is mlp")
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora_rank > 0 or self.init_adapter is not None
 
 
 @dataclass(kw_only=True)
@@ -105,7 +109,7 @@ class ParallelConfig:
         _one_of(self, "sp_mode", SP_MODES)
         _one_of(self, "zero_stage", (0, 1, 2))
         for name in ("tp", "pp", "sp", "ep", "microbatch_size"):
-            _at_least(self, 1, name)
+            at_least(self, 1, name)
         for name in ("tp", "pp", "sp", "ep"):
             if self.plugin not in ("moe", "3d") and getattr(self, name) > 1:
                 raise ValueError(
@@ -143,13 +147,9 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
-class TrainConfig:
-    """The optimisation."""
+class OptimConfig:
+    """What any training has."""
 
-    num_epochs: int = arg(1, "passes over the data", short="-n")
-    max_steps: int | None = arg(None, "stop after this many optimizer steps (default: all of --num_epochs)")
-    batch_size: int = arg(2, "samples of one process in one micro-step")
-    accumulation_steps: int = arg(1, "micro-steps of one optimizer step")
     lr: float = arg(3e-4, "peak learning rate; cosine decay to a tenth of it")
     warmup_steps: int | None = arg(None, "linear warm-up (default: 2.5%% of all steps, at least 1)")
     weight_decay: float = arg(0.1, "AdamW's weight decay")
@@ -163,16 +163,30 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _one_of(self, "mixed_precision", (*PRECISIONS, None))
-        for name in ("num_epochs", "batch_size", "accumulation_steps", "max_skipped"):
-            _at_least(self, 1, name)
-        if self.max_steps is not None:
-            _at_least(self, 1, "max_steps")
+        at_least(self, 1, "max_skipped")
         for name in ("weight_decay", "grad_clip", "seed"):
-            _at_least(self, 0, name)
+            at_least(self, 0, name)
         if self.warmup_steps is not None:
-            _at_least(self, 0, "warmup_steps")
-        if self.lr <= 0:
+            at_least(self, 0, "warmup_steps")
+        if self.lr is not None and self.lr <= 0:
             raise ValueError(f"--lr must be positive, got {self.lr}")
+
+
+@dataclass(kw_only=True)
+class TrainConfig(OptimConfig):
+    """The optimisation."""
+
+    num_epochs: int = arg(1, "passes over the data", short="-n")
+    max_steps: int | None = arg(None, "stop after this many optimizer steps (default: all of --num_epochs)")
+    batch_size: int = arg(2, "samples of one process in one micro-step")
+    accumulation_steps: int = arg(1, "micro-steps of one optimizer step")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_epochs", "batch_size", "accumulation_steps"):
+            at_least(self, 1, name)
+        if self.max_steps is not None:
+            at_least(self, 1, "max_steps")
 
 
 @dataclass(kw_only=True)
@@ -190,8 +204,8 @@ class OutputConfig:
     resume: str | None = arg(None, "go on from a state: its directory, or latest for the newest in --save_dir, if any")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "save_interval")
-        _at_least(self, 1, "keep_last")
+        at_least(self, 0, "save_interval")
+        at_least(self, 1, "keep_last")
 
 
 @dataclass(kw_only=True)
@@ -208,7 +222,13 @@ class FinetuneConfig:
     @property
     def trains_adapter(self) -> bool:
         """LoRA, or else all weights."""
-        return self.lora.lora_rank > 0 or self.lora.init_adapter is not None
+        return self.lora.trains_adapter
+
+    @property
+    def most_states(self) -> int | None:
+        """How many states the run saves at most, if that is known before its steps are."""
+        every, last = self.output.save_interval, self.train.max_steps
+        return last // every if every and last is not None else None
 
     def __post_init__(self) -> None:
         if self.parallel.plugin.startswith("gemini"):
@@ -239,7 +259,7 @@ def flatten_config(config: Any) -> dict[str, Any]:
     return flat
 
 
-def _at_least(config: Any, bound: int, name: str) -> None:
+def at_least(config: Any, bound: int, name: str) -> None:
     if getattr(config, name) < bound:
         raise ValueError(f"--{name} must be at least {bound}, got {getattr(config, name)}")
 

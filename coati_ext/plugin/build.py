@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from coati_ext.config import ParallelConfig, TrainConfig
+from coati_ext.config import OptimConfig, ParallelConfig
 from coati_ext.plugin.moe_lora import MoeLoraPlugin
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ _DATA_PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> "MoeLoraPlugin | FullGeminiPlugin":
+def build_plugin(
+    parallel: ParallelConfig, train: OptimConfig, *, accumulates: bool = False
+) -> "MoeLoraPlugin | FullGeminiPlugin":
     """The plugin of a run. `ParallelConfig` has refused every layout that is not built."""
     if parallel.plugin.startswith("gemini"):
         from coati_ext.plugin.gemini import FullGeminiPlugin
@@ -25,7 +27,7 @@ def build_plugin(parallel: ParallelConfig, train: TrainConfig) -> "MoeLoraPlugin
             precision=train.mixed_precision,
             placement_policy="auto" if parallel.plugin == "gemini_auto" else "static",
             max_norm=train.grad_clip,
-            accumulates=train.accumulation_steps > 1,
+            accumulates=accumulates,
         )
     settings = _DATA_PARALLEL.get(parallel.plugin)
     if settings is None:

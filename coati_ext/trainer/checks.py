@@ -19,6 +19,7 @@ from coati_ext.checkpoint_io.fp8_format import FP8_DTYPES
 from coati_ext.checkpoint_io.hf_directory import DEFAULT_MAX_SHARD_BYTES
 from coati_ext.checkpoint_io.state_manifest import checkpoints, is_checkpoint
 from coati_ext.config import FinetuneConfig, LoraSettings, OutputConfig
+from coati_ext.grpo_config import GRPOConfig
 from coati_ext.models.targets import Candidate, resolve_targets, structure_of
 from coati_ext.utils.run_directory import STATES_DIR
 from coati_ext.utils.space import Saved, check_space
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 _STATE_BYTES = 12  # of a trained parameter: its fp32 value and AdamW's two moments
 
 
-def check_start(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel) -> LoraConfig | None:
+def check_start(
+    config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel
+) -> LoraConfig | None:
     """Targets, --init_adapter, the checkpoint's files, the state of --resume DIR, and room for what will be saved.
 
     Args:
@@ -52,7 +55,7 @@ def check_start(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model
     return lora
 
 
-def choose_lora(config: FinetuneConfig, model: PreTrainedModel) -> tuple[LoraConfig, list[Candidate]]:
+def choose_lora(config: FinetuneConfig | GRPOConfig, model: PreTrainedModel) -> tuple[LoraConfig, list[Candidate]]:
     """A new adapter, or that of `--init_adapter` with its rank, alpha and targets; and what it is on.
 
     `utils.adapter_files.check_init_adapter` has compared the flags with it.
@@ -104,10 +107,10 @@ def check_states(output: OutputConfig) -> None:
 
 
 def what_is_saved(
-    config: FinetuneConfig, num_trained: int, dtype: torch.dtype, checkpoint: Checkpoint, num_ranks: int
+    config: FinetuneConfig | GRPOConfig, num_trained: int, dtype: torch.dtype, checkpoint: Checkpoint, num_ranks: int
 ) -> list[Saved]:
     """The sizes of a run's results and states; a little less than they will be."""
-    output, train = config.output, config.train
+    output = config.output
     nbytes = num_trained * dtype.itemsize
     result = Saved(what="the adapter", nbytes=nbytes, largest_file=nbytes)
     if not config.trains_adapter:
@@ -117,8 +120,8 @@ def what_is_saved(
         return [result]
     there = len(checkpoints(Path(output.save_dir) / STATES_DIR))
     number = max(1, output.keep_last + 1 - there)  # a new one is complete before the oldest is deleted
-    if train.max_steps is not None:
-        number = min(number, train.max_steps // output.save_interval)
+    if config.most_states is not None:
+        number = min(number, config.most_states)
     state = num_trained * _STATE_BYTES
     states = Saved(what=f"{number} state(s) of --save_interval", nbytes=number * state, largest_file=state // num_ranks)
     return [result, states] if number else [result]

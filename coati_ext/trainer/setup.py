@@ -21,8 +21,10 @@ from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.config import FinetuneConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
+from coati_ext.grpo_config import GRPOConfig
 from coati_ext.models.recompute import enable_recompute
 from coati_ext.models.targets import structure_of
+from coati_ext.trainer.base import StepTrainer
 from coati_ext.trainer.nonfinite import check_weights
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
 from coati_ext.trainer.state import StateKeeper, drop_later_lines
@@ -54,7 +56,7 @@ _CONFIG_ERRORS = (
 )  # fmt: skip
 
 
-def describe_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
+def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
     """This rank's part of the base model on the meta device: all of its structure, and no weight read.
 
     Raises:
@@ -84,7 +86,7 @@ def resolve_config(
     return resolved, steps
 
 
-def prepare_run(config: FinetuneConfig) -> None:
+def prepare_run(config: FinetuneConfig | GRPOConfig) -> None:
     """Make the run's directory and lock it for as long as rank 0 lives.
 
     Raises:
@@ -99,7 +101,7 @@ def prepare_run(config: FinetuneConfig) -> None:
             check_output_is_free(config)  # again: the run that had the lock may have ended since
 
 
-def save_config(config: FinetuneConfig) -> None:
+def save_config(config: FinetuneConfig | GRPOConfig) -> None:
     """Save the resolved config, which `--config` takes back, without the consent to overwrite (rank 0)."""
     if dist.get_rank() == 0:
         file = config_path(config.output)
@@ -107,14 +109,14 @@ def save_config(config: FinetuneConfig) -> None:
         file.write_text(json.dumps({**flatten_config(config), "overwrite": False}, indent=2) + "\n")
 
 
-def load_tokenizer(pretrained: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base model; ValueError names --pretrained and the files that may be at fault."""
+def load_tokenizer(pretrained: str, flag: str = "--pretrained") -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory; ValueError names the flag and the files that may be at fault."""
     try:
         return AutoTokenizer.from_pretrained(pretrained, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower for a file that it cannot use
         files = sorted(file.name for file in Path(pretrained).glob("*token*"))
         reason = " ".join(str(error).split())
-        raise ValueError(f"--pretrained {pretrained}: no tokenizer can be made of its {files}: {reason}") from error
+        raise ValueError(f"{flag} {pretrained}: no tokenizer can be made of its {files}: {reason}") from error
 
 
 def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> RawConversationDataset:
@@ -127,15 +129,20 @@ def load_dataset(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> 
         skip_bad_lines=config.data.skip_bad_lines,
         show_progress=main,
     )
-    vocab_size = text_config_of(read_model_config(config.pretrained)).get("vocab_size")
-    if vocab_size is not None and dataset.max_token_id() >= vocab_size:
-        raise ValueError(
-            f"--pretrained {config.pretrained}: the tokenizer makes token {dataset.max_token_id()}, but the model has "
-            f"{vocab_size} (vocab_size in config.json): one of the two is of another model"
-        )
+    check_vocabulary(config.pretrained, dataset.max_token_id())
     if main:
         print_rank_0(dataset.summary(), "first sample, as it is trained:", dataset.show_sample(0))
     return dataset
+
+
+def check_vocabulary(pretrained: str, max_token_id: int) -> None:
+    """Raises ValueError for a token that the model does not have."""
+    vocab_size = text_config_of(read_model_config(pretrained)).get("vocab_size")
+    if vocab_size is not None and max_token_id >= vocab_size:
+        raise ValueError(
+            f"--pretrained {pretrained}: the tokenizer makes token {max_token_id}, but the model has {vocab_size} "
+            "(vocab_size in config.json): one of the two is of another model"
+        )
 
 
 def make_dataloader(
@@ -166,7 +173,7 @@ def make_dataloader(
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, generator=torch.Generator())
 
 
-def load_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel) -> None:
+def load_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParallelPlugin", model: PreTrainedModel) -> None:
     """Fill what `describe_model` made, from this rank's own byte ranges of the checkpoint."""
     report = load_weights(
         model,
@@ -181,11 +188,17 @@ def load_model(config: FinetuneConfig, plugin: "MoeHybridParallelPlugin", model:
     print_rank_0(f"weights: rank 0 {report.format()}; all {dist.get_world_size()} ranks {format_bytes(total.item())}")
     if config.train.use_grad_checkpoint:
         enable_recompute(model)
+
+
+def check_packing(config: FinetuneConfig, model: PreTrainedModel) -> None:
+    """Raises ValueError if --packing would mix samples in this model, whose weights are there."""
     if config.data.packing:
         check_packing_supported(model, single_row=config.train.use_flash_attn)
 
 
-def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrainedModel, lora: LoraConfig | None) -> None:
+def choose_trained(
+    config: FinetuneConfig | GRPOConfig, booster: "Booster", model: PreTrainedModel, lora: LoraConfig | None
+) -> None:
     """All weights, or the adapter `lora` with the start values of `--init_adapter` if there is one."""
     if lora is None:
         print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
@@ -194,7 +207,9 @@ def choose_trained(config: FinetuneConfig, booster: "Booster", model: PreTrained
     print_rank_0(model.lora_report.format())
 
 
-def make_optimizer(config: FinetuneConfig, model: nn.Module, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+def make_optimizer(
+    config: FinetuneConfig | GRPOConfig, model: nn.Module, num_steps: int
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """AdamW over what is trained and its schedule, one value an optimizer step; Gemini takes its own AdamW only."""
     train, adamw = config.train, torch.optim.AdamW
     if config.parallel.plugin.startswith("gemini"):
@@ -238,25 +253,27 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         "loss_last": trainer.loss_last,
         "seconds": round(time.perf_counter() - start, 1),
         "memory_gb": round(peak_memory_gb(), 2),
-        "skipped": _skipped(trainer),
+        "skipped": skipped_steps(trainer),
         "stopped": keeper.stopped_by is not None,
     }
 
 
-def check_training(trainer: SFTTrainer) -> None:
+def check_training(trainer: StepTrainer) -> None:
     """Before an export: a collective.
 
     Raises:
         ValueError: no step was taken, or the trained weights are not finite.
     """
     if trainer.num_taken == 0:
-        why = " and ".join(_skipped(trainer))
-        raise ValueError(f"none of the {trainer.step} steps was taken: {why}; nothing is saved")
+        idle = getattr(trainer, "num_idle", 0)
+        nothing = [f"{idle} steps had no two completions of a prompt with different rewards"] if idle else []
+        why = " and ".join([*skipped_steps(trainer), *nothing])
+        raise ValueError(f"none of the {trainer.next_update - 1} steps was taken: {why}; nothing is saved")
     if hasattr(trainer.optimizer, "state_pieces"):  # Gemini's parameters cannot be read at any time
         check_weights(trainer.model)
 
 
-def _skipped(trainer: SFTTrainer) -> list[str]:
+def skipped_steps(trainer: StepTrainer) -> list[str]:
     """How many steps were left out, by why."""
     lines, scale = [], getattr(trainer.optimizer, "loss_scale", None)
     if trainer.num_skipped:
@@ -267,21 +284,37 @@ def _skipped(trainer: SFTTrainer) -> list[str]:
     return lines
 
 
+def sft_card(config: FinetuneConfig, summary: dict[str, Any]) -> dict[str, str]:
+    """What a model card says of the training, beside what `save` knows."""
+    return {
+        "Data": f"{os.path.abspath(config.data.dataset)}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
+        "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
+    }
+
+
 def save(
-    config: FinetuneConfig,
+    config: FinetuneConfig | GRPOConfig,
     booster: "Booster",
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    summary: dict[str, Any],
+    *,
+    card: dict[str, str],
+    skipped: list[str],
+    result: str,
 ) -> None:
-    """Export the adapter, or the model, and say what to do with it."""
+    """Export the adapter, or the model, and say what to do with it.
+
+    Args:
+        card: lines of the model card.
+        skipped: what was left out, and why.
+        result: the line that says what the training came to.
+    """
     parallel = config.parallel
     sizes = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("ep", "pp", "tp", "sp"))
     start = config.lora.init_adapter
     card = {
-        "Data": f"{os.path.abspath(config.data.dataset)}, {config.train.num_epochs} epoch(s), {summary['steps']} steps",
-        "Loss": f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last",
-        **({"Left out": ", ".join(summary["skipped"])} if summary["skipped"] else {}),
+        **card,
+        **({"Left out": ", ".join(skipped)} if skipped else {}),
         "Layout": f"{dist.get_world_size()} process(es), plugin {parallel.plugin}, {sizes}",
         **({"Started from": f"the adapter {os.path.abspath(start)} (--init_adapter)"} if start is not None else {}),
     }
@@ -298,11 +331,14 @@ def save(
         lines = [f"model saved in {saved}, under the names of {config.pretrained}"]
     if dist.get_rank() == 0:
         drop_previous(save_dir)
-    lines = [f"{skipped} (see skipped in metrics.jsonl)" for skipped in summary["skipped"]] + lines
-    print_rank_0(
+    print_rank_0(result, *(f"{line} (see skipped in metrics.jsonl)" for line in skipped), *lines)
+
+
+def sft_result(summary: dict[str, Any]) -> str:
+    """The line that says what a fine-tuning came to."""
+    return (
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, loss {summary['loss_first']:.4f} -> "
-        f"{summary['loss_last']:.4f}, peak memory {format_bytes(1e9 * summary['memory_gb'])} on rank 0",
-        *lines,
+        f"{summary['loss_last']:.4f}, peak memory {format_bytes(1e9 * summary['memory_gb'])} on rank 0"
     )
 
 

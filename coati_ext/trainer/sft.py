@@ -7,8 +7,7 @@ token count is summed over all of them before the first forward. What is shown i
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,49 +22,26 @@ from coati_ext.dataset.collator import IGNORE_INDEX, split_rows
 from coati_ext.dataset.packing import model_inputs, num_real_tokens
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
 from coati_ext.models.sequence_parallel import sequence_chunk
-from coati_ext.moe.load import expert_load, reset_expert_load
-from coati_ext.trainer.nonfinite import report_nonfinite
-from coati_ext.utils.device import current_device, peak_memory_gb
+from coati_ext.moe.load import reset_expert_load
+from coati_ext.trainer.base import Batch, StepResult, StepTrainer
+from coati_ext.utils.device import peak_memory_gb
 from coati_ext.utils.metrics import MetricsLogger
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
 
-Batch = dict[str, torch.Tensor]
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Of one optimizer step, over all ranks.
-
-    `grad_norm` is before clipping; None if the step was skipped, for `skip_reason`. `overflowed`: skipped only because
-    fp16's loss scale was too high, and now is lower.
-    """
-
-    loss: float
-    grad_norm: float | None
-    num_supervised_tokens: int
-    num_tokens: int
-    skip_reason: str | None = None
-    overflowed: bool = False
-
-
-class SFTTrainer:
-    """Runs optimizer steps over boosted objects.
+class SFTTrainer(StepTrainer):
+    """Runs optimizer steps over the batches of a data loader.
 
     Args:
-        booster, model, optimizer: after `booster.boost`; the optimizer's `get_grad_norm` gives the global norm.
+        booster, model, optimizer, lr_scheduler, dp_group, skip_nonfinite, max_skipped, save_dir: as in `StepTrainer`.
         dataloader: micro-batches of input_ids, labels and attention_mask or position_ids; the same number on every
             rank. If its batch sampler has `set_epoch`, it is called before each epoch.
-        dp_group: the ranks that see different tokens, over which the plugin averages gradients.
         sp_group: the ranks that share each row (sequence parallelism); None without.
         pp_group: the stages of this rank's pipeline; None without one.
         microbatch_size: rows that go through the pipeline at a time.
         max_steps: end after this many optimizer steps.
-        skip_nonfinite: leave out a step whose loss or gradient is not finite, and count it, instead of stopping.
-        max_skipped: stop with an error after so many such steps without one that was taken. Steps that fp16 skips to
-            lower its loss scale are counted apart and are not among them; at the lowest scale an overflow is.
-        save_dir: where the batch of such a step is written.
     """
 
     def __init__(
@@ -87,19 +63,22 @@ class SFTTrainer:
         max_skipped: int = 10,
         save_dir: str | None = None,
     ):
-        self.booster, self.model, self.optimizer, self.lr_scheduler = booster, model, optimizer, lr_scheduler
+        super().__init__(
+            booster=booster,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dp_group=dp_group,
+            skip_nonfinite=skip_nonfinite,
+            max_skipped=max_skipped,
+            save_dir=save_dir,
+        )
         self.dataloader = dataloader
-        self.dp_group, self.pp_group, self.sp_group = dp_group, pp_group, sp_group
+        self.pp_group, self.sp_group = pp_group, sp_group
         self.microbatch_size = microbatch_size
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
-        self.skip_nonfinite, self.max_skipped, self.save_dir = skip_nonfinite, max_skipped, save_dir
         self.criterion = GPTLMLoss()
-        self.device = current_device()
-        self.step = 0  # optimizer steps done, skipped ones included
-        self.num_skipped = 0  # not finite
-        self.num_skipped_in_a_row = 0
-        self.num_overflowed = 0  # skipped to lower fp16's loss scale
         self.loss_first: float | None = None  # of steps that were taken
         self.loss_last: float | None = None
 
@@ -107,6 +86,15 @@ class SFTTrainer:
     def num_taken(self) -> int:
         """Steps that updated the weights."""
         return self.step - self.num_skipped - self.num_overflowed
+
+    @property
+    def resumes_with(self) -> dict[str, tuple[Any, str]]:
+        """What a continuation must have as well: its value, and the flags that it comes from."""
+        sampler = self.dataloader.batch_sampler
+        rows = sampler.batch_size * sampler.dp_size * self.accumulation_steps
+        return {"global batch": (rows, "--batch_size x data-parallel ranks x --accumulation_steps")}
+
+    COUNTED = (*StepTrainer.COUNTED, "loss_first", "loss_last")
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.
@@ -130,22 +118,8 @@ class SFTTrainer:
         loss = self._forward_backward(micro_batches, max(num_supervised, 1) / dp_size)
         dist.all_reduce(loss, group=self.dp_group)
         loss = loss.item() / dp_size
-        if not math.isfinite(loss):
-            return self._not_finite(f"the loss is {loss}", micro_batches, loss, counts)
-        try:
-            self.optimizer.step()
-        except FloatingPointError as error:
-            return self._not_finite(f"the loss is {loss:.4f} but {error}", micro_batches, loss, counts)
-        grad_norm = self.optimizer.get_grad_norm()
-        if grad_norm is not None and not math.isfinite(grad_norm):  # of an optimizer that does not raise
-            raise ValueError(f"step {self.step + 1}: the gradient norm is {grad_norm}; the weights are lost")
-        self.optimizer.zero_grad()
-        if grad_norm is None:
-            scale = getattr(self.optimizer, "loss_scale", None)
-            reason = f"the fp16 gradients overflowed; the loss scale is now {scale:g}" if scale else "fp16 overflowed"
-            return StepResult(loss=loss, grad_norm=None, skip_reason=reason, overflowed=True, **counts)
-        self.lr_scheduler.step()
-        return StepResult(loss=loss, grad_norm=grad_norm, **counts)
+        result = self._apply_gradients(loss, micro_batches, partial(self._repeat, micro_batches))
+        return replace(result, **counts)
 
     def _forward_backward(self, micro_batches: list[Batch], num_tokens: float) -> torch.Tensor:
         """Gradients of sum(token losses) / num_tokens; returns that loss, on every stage of a pipeline."""
@@ -187,23 +161,6 @@ class SFTTrainer:
         count = torch.tensor(len(rows), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
         return rows + [_without_supervision(rows[0])] * (int(count) - len(rows))
-
-    def _no_sync(self, *, is_last: bool) -> Any:
-        """Gradients are reduced once, with the last micro-batch, where the plugin can wait that long."""
-        if is_last or not self.booster.plugin.support_no_sync():
-            return nullcontext()
-        return self.booster.no_sync(self.model, self.optimizer)
-
-    def _not_finite(self, what: str, micro_batches: list[Batch], loss: float, counts: dict[str, int]) -> StepResult:
-        self.optimizer.zero_grad()
-        cause = "Under --plugin zero2 the rank and the module would be named."
-        if _holds_state(self.optimizer):
-            repeat = partial(self._repeat, micro_batches)
-            cause = report_nonfinite(self.model, repeat, micro_batches, step=self.step + 1, save_dir=self.save_dir)
-        self.optimizer.zero_grad()
-        if not self.skip_nonfinite:
-            raise ValueError(f"step {self.step + 1}: {what}; the weights were not updated. {cause}")
-        return StepResult(loss=loss, grad_norm=None, skip_reason=f"{what}. {cause}", **counts)
 
     def _repeat(self, micro_batches: list[Batch]) -> None:
         """Forward and backward again, with each rank's own gradients left on the parameters."""
@@ -259,23 +216,11 @@ class SFTTrainer:
         return losses
 
     def _count(self, result: StepResult) -> None:
+        super()._count(result)
         self.step += 1
-        if result.overflowed:
-            self.num_overflowed += 1
-        elif result.skip_reason is not None:
-            self.num_skipped += 1
-            self.num_skipped_in_a_row += 1
-        else:
-            self.num_skipped_in_a_row = 0
+        if result.skip_reason is None:
             self.loss_first = result.loss if self.loss_first is None else self.loss_first
             self.loss_last = result.loss
-
-    def _stop_if_lost(self, result: StepResult) -> None:
-        if self.num_skipped_in_a_row >= self.max_skipped:
-            raise ValueError(
-                f"step {self.step}: {self.num_skipped_in_a_row} steps in a row were not finite and left out "
-                f"(--max_skipped {self.max_skipped}); training has stopped. The last one: {result.skip_reason}"
-            )
 
     def _steps(self) -> Iterator[list[Batch]]:
         """From `self.step` on; an epoch's last step may have fewer micro-batches."""
@@ -291,12 +236,6 @@ class SFTTrainer:
             while micro_batches := list(islice(batches, self.accumulation_steps)):
                 yield micro_batches
 
-    def _expert_load(self) -> dict[str, float]:
-        """max/mean routed rows per expert, per MoE layer here, since the last step: 1 is perfectly even."""
-        loads = expert_load(self.model, self.dp_group)
-        reset_expert_load(self.model)
-        return {f"expert_load/{name}": (load.max() / load.double().mean()).item() for name, load in loads.items()}
-
 
 def _supervision(batch: Batch) -> tuple[torch.Tensor, bool]:
     """(Labels, whether position t already has the label of token t + 1)."""
@@ -307,11 +246,6 @@ def _without_supervision(rows: Batch) -> Batch:
     """One token that adds nothing to the loss, with the tensors of `rows`."""
     one = {name: value[:1, :1].clone() for name, value in rows.items()}
     return {name: value.fill_(IGNORE_INDEX) if name in ("labels", "targets") else value for name, value in one.items()}
-
-
-def _holds_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is this project's, whose parameters can be read at any time (Gemini's cannot)."""
-    return hasattr(optimizer, "state_pieces")
 
 
 def _num_supervised(batch: Batch) -> torch.Tensor:

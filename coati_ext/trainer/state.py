@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from coati_ext.checkpoint_io.state_manifest import checkpoints
 from coati_ext.checkpoint_io.training_state import TrainingState, agree_on_training_state, save_training_state
-from coati_ext.trainer.sft import SFTTrainer
+from coati_ext.trainer.base import StepTrainer
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.preemption import PreemptionGuard
 from coati_ext.utils.run_directory import STATES_DIR
@@ -20,8 +20,6 @@ from coati_ext.utils.run_directory import STATES_DIR
 # Flags that may differ between a run and its continuation without a word.
 _FREE = {"save_dir", "tensorboard_dir", "config_file", "resume", "overwrite", "save_interval", "keep_last", "config"}
 _FREE |= {"init_adapter"}
-# Of the trainer, what a continuation goes on counting.
-_COUNTED = ("num_skipped", "num_skipped_in_a_row", "num_overflowed", "loss_first", "loss_last")
 
 
 class StateKeeper:
@@ -35,7 +33,7 @@ class StateKeeper:
 
     def __init__(
         self,
-        trainer: SFTTrainer,
+        trainer: StepTrainer,
         *,
         save_dir: str | Path,
         settings: dict[str, Any],
@@ -56,8 +54,8 @@ class StateKeeper:
     def __exit__(self, *exception: Any) -> None:
         self.guard.__exit__(*exception)
 
-    def after_step(self, trainer: SFTTrainer) -> bool:
-        """The `after_step` of `SFTTrainer.fit`: whether to stop."""
+    def after_step(self, trainer: StepTrainer) -> bool:
+        """The `after_step` of a trainer's `fit`: whether to stop."""
         stop = self.guard.requested(dist.group.WORLD)
         if stop and not hasattr(trainer.optimizer, "state_pieces"):
             self.stopped_by = "a signal"
@@ -78,9 +76,9 @@ class StateKeeper:
         shared = {
             "settings": self.settings,
             "data_fingerprint": self.data_fingerprint,
-            "global_batch": self._global_batch(),
+            "resumes_with": {what: value for what, (value, _) in trainer.resumes_with.items()},
             "num_steps": trainer.num_steps,
-            **{name: getattr(trainer, name) for name in _COUNTED},
+            "trainer": trainer.shared_state(),
             "lr_schedule_position": trainer.lr_scheduler.last_epoch,
             **trainer.optimizer.shared_state(),
         }
@@ -88,7 +86,7 @@ class StateKeeper:
             self.root,
             trainer.step,
             pieces=trainer.optimizer.state_pieces(),
-            rank_state=random_states(),
+            rank_state={**random_states(), "trainer": trainer.rank_state()},
             shared_state=shared,
             keep_last=self.keep_last,
             group=dist.group.WORLD,
@@ -115,9 +113,9 @@ class StateKeeper:
         trainer.optimizer.load_state(saved)
         _set_position(trainer.lr_scheduler, saved.shared_state["lr_schedule_position"])
         trainer.step = saved.step
-        for name in _COUNTED:
-            setattr(trainer, name, saved.shared_state.get(name, getattr(trainer, name)))
+        trainer.load_shared_state(saved.shared_state["trainer"])
         own = saved.rank_state(dist.get_rank())
+        trainer.load_rank_state(None if own is None else own["trainer"])
         if own is not None:
             restore_random_states(own)
         print_rank_0(f"resumed from {saved.directory}: {saved.step} of {trainer.num_steps} steps are done")
@@ -136,31 +134,25 @@ class StateKeeper:
                 "another --save_dir"
             )
 
-    def _global_batch(self) -> int:
-        sampler = self.trainer.dataloader.batch_sampler
-        return sampler.batch_size * sampler.dp_size * self.trainer.accumulation_steps
-
     def _check(self, saved: TrainingState) -> None:
         then = saved.shared_state
         if then["data_fingerprint"] != self.data_fingerprint:
             raise ValueError(
                 f"{saved.directory} was saved with other samples: the data position means nothing here. Give the same "
-                "--dataset, --max_length and tokenizer, or start from its adapter with --init_adapter"
+                "data files, --max_length and tokenizer, or start from its adapter with --init_adapter"
             )
-        flags = "--batch_size x data-parallel ranks x --accumulation_steps"
-        for what, before, now, flag in (
-            ("global batch", then["global_batch"], self._global_batch(), flags),
-            ("seed", then["settings"]["seed"], self.settings["seed"], "--seed"),
-        ):
+        wanted = {**self.trainer.resumes_with, "seed": (self.settings["seed"], "--seed")}
+        for what, (now, flags) in wanted.items():
+            before = then["settings"]["seed"] if what == "seed" else then["resumes_with"].get(what)
             if before != now:
                 raise ValueError(
                     f"{saved.directory} was saved with {what} {before}, this run has {now}: the data order would be "
-                    f"another. Give the same {flag}"
+                    f"another. Give the same {flags}"
                 )
         if saved.step > self.trainer.num_steps:
             raise ValueError(
                 f"{saved.directory}: {saved.step} steps are done, and this run ends after {self.trainer.num_steps}; "
-                "give more --num_epochs or --max_steps"
+                "let it be longer"
             )
         changed = {
             key: (then["settings"].get(key), value)

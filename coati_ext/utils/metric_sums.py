@@ -86,6 +86,13 @@ class MetricSums:
                 reduced[name] = value
         return reduced
 
+    def state(self) -> dict[str, list]:
+        """What `load_state` takes back, as JSON (which has no NaN: numbers are text); exact to the last bit."""
+        return {name: [type(parts[0]).__name__, *map(repr, _added(parts))] for name, parts in self._on_host().items()}
+
+    def load_state(self, state: Mapping[str, list]) -> None:
+        self._parts = {name: [_KINDS[kind](*map(_number, numbers))] for name, (kind, *numbers) in state.items()}
+
     def _on_host(self) -> dict[str, list[Metric]]:
         """The same with Python numbers: one copy from the device for each dtype."""
         by_dtype: dict[tuple, list[torch.Tensor]] = {}
@@ -112,6 +119,10 @@ def all_reduce_mean(total: torch.Tensor, count: torch.Tensor, group: dist.Proces
 
 
 _KINDS = {kind.__name__: kind for kind in (Mean, Sum, Max)}
+
+
+def _number(text: str) -> torch.Tensor:
+    return torch.tensor(int(text)) if text.isdigit() else torch.tensor(float(text), dtype=torch.float64)
 
 
 def _added(parts: list[Metric]) -> tuple[float, ...]:

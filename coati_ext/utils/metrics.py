@@ -14,14 +14,25 @@ class MetricsLogger:
         jsonl_path: appended to, flushed at every step, so that a killed run keeps what it had.
         enabled: true on rank 0 only.
         first_step: TensorBoard drops what an interrupted run wrote from this step on.
+        wandb_settings: also send TensorBoard's scalars to Weights & Biases, with these settings of the run; None: not.
     """
 
     def __init__(
-        self, tensorboard_dir: str | Path, jsonl_path: str | Path, *, enabled: bool, first_step: int | None = None
+        self,
+        tensorboard_dir: str | Path,
+        jsonl_path: str | Path,
+        *,
+        enabled: bool,
+        first_step: int | None = None,
+        wandb_settings: dict[str, Any] | None = None,
     ):
-        self._writer = self._jsonl = None
+        self._writer = self._jsonl = self._wandb = None
         if not enabled:
             return
+        if wandb_settings is not None:
+            import wandb
+
+            self._wandb = wandb.init(project="coati_ext", config=wandb_settings, dir=str(Path(jsonl_path).parent))
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(tensorboard_dir), purge_step=first_step)
@@ -40,6 +51,8 @@ class MetricsLogger:
         for tag, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(tag, value, step)
+        if self._wandb is not None:
+            self._wandb.log({tag: value for tag, value in scalars.items() if value is not None}, step=step)
         self._jsonl.write(json.dumps({"step": step, **scalars, **extra}, allow_nan=False) + "\n")
         self._jsonl.flush()
 
@@ -47,3 +60,5 @@ class MetricsLogger:
         if self._writer is not None:
             self._writer.close()
             self._jsonl.close()
+        if self._wandb is not None:
+            self._wandb.finish()

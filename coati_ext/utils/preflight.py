@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coati_ext.config import FinetuneConfig, OutputConfig, ParallelConfig
+from coati_ext.grpo_config import GRPOConfig
 from coati_ext.utils.adapter_files import check_init_adapter
 from coati_ext.utils.model_config import check_tokenizer_files, num_experts, read_model_config, text_config_of
 from coati_ext.utils.run_directory import ADAPTER_DIR, MODEL_DIR, STATES_DIR, check_earlier_run
@@ -35,31 +36,73 @@ def check_finetune(config: FinetuneConfig) -> None:
     Raises:
         ValueError, OSError: naming the flag, what was found and what to do.
     """
+    check_model(config)
+    check_files("--dataset", [config.data.dataset])
+    check_results(config)
+
+
+def check_grpo(config: GRPOConfig) -> None:
+    """As `check_finetune`, for GRPO.
+
+    Raises:
+        ValueError, OSError: naming the flag, what was found and what to do.
+    """
+    check_model(config, tokenizer_dir=config.data.tokenizer_dir)
+    template = config.data.conversation_template_config
+    check_files("--prompt_dataset", config.data.prompt_dataset)
+    check_files("--eval_dataset", config.data.eval_dataset)
+    check_files("--ptx_dataset", config.data.ptx_dataset)
+    check_files("--conversation_template_config", [] if template is None else [template])
+    for flag in ("rm_pretrain", "rm_checkpoint_path"):
+        directory = getattr(config.reward, flag)
+        if directory is not None and not Path(directory, "config.json").is_file():
+            raise ValueError(f"--{flag} {directory}: no directory of a model (it has no config.json)")
+    if config.output.use_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "--use_wandb: the package wandb is not installed: pip install 'wandb>=0.18,<1', or leave it out"
+        )
+    check_results(config)
+
+
+def check_model(config: FinetuneConfig | GRPOConfig, *, tokenizer_dir: str | None = None) -> None:
+    """The files of the model, the adapter and the tokenizer, and the layout."""
     model_config = read_model_config(config.pretrained)
     check_family(model_config)  # before the quantisation and the layout: nothing that the user converts would help
     _check_quantization(config.pretrained, model_config)
     check_layout(config.parallel, model_config)
-    check_tokenizer_files(config.pretrained, model_config)
-    if not Path(config.data.dataset).is_file():
-        raise ValueError(f"--dataset {config.data.dataset}: no such file")
+    if tokenizer_dir is None:
+        check_tokenizer_files(config.pretrained, model_config)
+    elif not Path(tokenizer_dir).is_dir():
+        raise ValueError(f"--tokenizer_dir {tokenizer_dir}: no such directory")
     if config.train.use_flash_attn and importlib.util.find_spec("flash_attn") is None:
         raise ValueError("-f/--use_flash_attn: the package flash-attn is not installed; leave it out to use SDPA")
     if config.lora.init_adapter is not None:
         check_init_adapter(config.lora)
+
+
+def check_files(flag: str, files: list[str]) -> None:
+    for file in files:
+        if not Path(file).is_file():
+            what = "is a directory; expected a file" if Path(file).is_dir() else "no such file"
+            raise ValueError(f"{flag} {file}: {what}")
+
+
+def check_results(config: FinetuneConfig | GRPOConfig) -> None:
+    """Where results go, and what a run goes on from."""
     if config.output.resume not in (None, "latest") and not Path(config.output.resume).is_dir():
         raise ValueError(f"--resume {config.output.resume}: no such directory (or give latest)")
     _check_outputs(config)
     check_output_is_free(config)
 
 
-def check_output_is_free(config: FinetuneConfig) -> None:
+def check_output_is_free(config: FinetuneConfig | GRPOConfig) -> None:
     """Raises: ValueError, if the run would replace the result of another unasked, or mix with its states."""
     output = config.output
     result = ADAPTER_DIR if config.trains_adapter else MODEL_DIR
     check_earlier_run(Path(output.save_dir), result=result, overwrite=output.overwrite, resume=output.resume)
 
 
-def _check_outputs(config: FinetuneConfig) -> None:
+def _check_outputs(config: FinetuneConfig | GRPOConfig) -> None:
     """What would otherwise fail after the training, with its result."""
     save_dir, base = Path(config.output.save_dir), Path(config.pretrained)
     _check_writable("--save_dir", save_dir)

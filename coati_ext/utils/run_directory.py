@@ -11,7 +11,7 @@ RESULT_DIRS = {ADAPTER_DIR: "adapter_config.json", MODEL_DIR: "config.json"}
 """Folder of a finished result -> the file that makes it one."""
 STATES_DIR = "checkpoints"
 LOCK_FILE, PREVIOUS_DIR = ".lock", "previous"
-LOGS = ("metrics.jsonl", "tensorboard")
+LOGS = ("metrics.jsonl", "tensorboard", "samples.jsonl", "summary.json", "report.html", "report.png")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -87,3 +88,25 @@ def test_ranks_get_the_same_numbers_also_of_what_one_rank_alone_has():
         "metric x: ranks disagree whether it is a Max or a Sum",
     )
     assert pool(2).run(reduced_on_rank) == [expected, expected]
+
+
+def test_a_saved_state_goes_on_to_the_same_last_bit():
+    parts = [
+        {
+            "a": Mean(torch.tensor(0.1), torch.tensor(3)),
+            "b": Max(torch.tensor(-math.inf)),
+            "c": Sum(torch.tensor(1e-9)),
+        },
+        {"a": Mean(torch.tensor(0.7), torch.tensor(2)), "b": Max(torch.tensor(2.5)), "c": Sum(torch.tensor(0.3))},
+        {"a": Mean(torch.tensor(1e8), torch.tensor(1)), "b": Max(torch.tensor(math.nan)), "c": Sum(torch.tensor(7.0))},
+    ]
+    whole, first, second = MetricSums(), MetricSums(), MetricSums()
+    for part in parts[:2]:
+        first.add(part)
+    second.load_state(json.loads(json.dumps(first.state(), allow_nan=False)))
+    second.add(parts[2])
+    for part in parts:
+        whole.add(part)
+    expected, found = whole.reduce(), second.reduce()
+    assert {**expected, "b": None} == {**found, "b": None}
+    assert math.isnan(expected["b"]) and math.isnan(found["b"])

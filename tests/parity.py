@@ -201,7 +201,7 @@ def run_layout(
     upstream_step = optimizer.step
 
     def recording_step() -> None:
-        grads.update(_whole_gradients(inner, optimizer, plugin.pp_group, plugin.tp_group))
+        grads.update(whole_gradients(inner, optimizer, plugin.pp_group, plugin.tp_group))
         upstream_step()
 
     optimizer.step = recording_step
@@ -212,7 +212,7 @@ def run_layout(
     return losses, norms, grads
 
 
-def _whole_gradients(model: nn.Module, optimizer, pp_group, tp_group) -> dict[str, torch.Tensor]:
+def whole_gradients(model: nn.Module, optimizer, pp_group, tp_group) -> dict[str, torch.Tensor]:
     """Reduced gradients by parameter name; experts' put together over the EP group, layers over the pipeline."""
     whole = {}
     for name, parameter in model.named_parameters():

@@ -20,7 +20,8 @@ class Experience:
         sequences: (B, S) int64.
         attention_mask: (B, S) bool, false on padding.
         action_mask: (B, A) bool, true where a completion's token is predicted and is in the loss.
-        action_log_probs: (B, A) fp32, of the policy that the update starts from, at the sampling temperature.
+        action_log_probs: (B, A) fp32, of the policy that the update starts from, at the sampling temperature; None
+            where it is the policy of every step, as with one step a collection.
         sampler_log_probs: (B, A) fp32, of the distribution that the tokens were drawn from.
         reference_log_probs: (B, A) fp32, of the policy without its adapter; None where there is no KL term.
         reward: (B,) fp32, NaN where a completion could not be graded.
@@ -30,7 +31,7 @@ class Experience:
     sequences: Tensor
     attention_mask: Tensor
     action_mask: Tensor
-    action_log_probs: Tensor
+    action_log_probs: Tensor | None = None
     sampler_log_probs: Tensor
     reference_log_probs: Tensor | None = None
     reward: Tensor
@@ -57,12 +58,18 @@ class Experience:
         return Experience(**{name: change(value) for name, value in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> "Experience":
-        return self.apply(lambda value: value.to(device, non_blocking=True))
+        # A copy to the host that does not wait would be read before it is there.
+        return self.apply(lambda value: value.to(device, non_blocking=torch.device(device).type != "cpu"))
 
     def rows(self, start: int, stop: int) -> "Experience":
         """Completions [start, stop), with no more padding than they need."""
         part = self.apply(lambda value: value[start:stop])
         return part._cut(int(part.attention_mask.sum(-1).max())) if len(part) else part
+
+    def take(self, index: Tensor) -> "Experience":
+        """The rows of an index on the CPU, with no more padding than they need."""
+        chosen = self.apply(lambda value: value[index.to(value.device)])
+        return chosen.rows(0, len(chosen))
 
     def _cut(self, length: int) -> "Experience":
         surplus = self.sequences.shape[1] - length
@@ -73,13 +80,13 @@ class Experience:
         """One batch of all rows, padded to the longest.
 
         Raises:
-            ValueError: no parts, or some with and some without log-probabilities of the reference.
+            ValueError: no parts, or parts of which only some have log-probabilities of the policy, or of the reference.
         """
         if not parts:
             raise ValueError("experience: there is nothing to join")
         names = [part.tensors().keys() for part in parts]
         if any(found != names[0] for found in names):
-            raise ValueError("experience: some parts have log-probabilities of the reference and some have none")
+            raise ValueError("experience: only some parts have log-probabilities of the policy or of the reference")
         length = max(part.sequences.shape[1] for part in parts)
         padded = [part._padded(length) for part in parts]
         return cls(**{name: torch.cat([part[name] for part in padded]) for name in names[0]})

@@ -25,21 +25,22 @@ class NaiveExperienceBuffer:
         if limit < 0:
             raise ValueError(f"limit is {limit}; expected at least 0 (0: no limit)")
         self.sample_batch_size, self.limit, self.cpu_offload = sample_batch_size, limit, cpu_offload
-        self._kept: Experience | None = None
+        self.kept: Experience | None = None
+        """All rows."""
 
     def __len__(self) -> int:
-        return 0 if self._kept is None else len(self._kept)
+        return 0 if self.kept is None else len(self.kept)
 
     def append(self, experience: Experience) -> None:
         """Add all of its rows."""
         if self.cpu_offload:
             experience = experience.to("cpu")
-        parts = [experience] if self._kept is None else [self._kept, experience]
+        parts = [experience] if self.kept is None else [self.kept, experience]
         kept = Experience.cat(parts)
-        self._kept = kept.rows(len(kept) - self.limit, len(kept)) if 0 < self.limit < len(kept) else kept
+        self.kept = kept.rows(len(kept) - self.limit, len(kept)) if 0 < self.limit < len(kept) else kept
 
     def clear(self) -> None:
-        self._kept = None
+        self.kept = None
 
     def batches(self, device: torch.device | str, order: list[int] | None = None) -> Iterator[Experience]:
         """Every row once, on `device`, each batch with no more padding than it needs.
@@ -47,16 +48,19 @@ class NaiveExperienceBuffer:
         Args:
             order: of the rows; default as they came.
         """
-        if self._kept is None:
+        if self.kept is None:
             return
         index = torch.tensor(list(range(len(self))) if order is None else order)
-        for part in index.split(self.sample_batch_size):
-            chosen = self._kept.apply(lambda value, part=part: value[part.to(value.device)])
-            yield chosen.rows(0, len(chosen)).to(device)
+        for part in index.split(self.sample_batch_size) if len(index) else ():
+            yield self.kept.take(part).to(device)
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row, as they came."""
+        return [] if self.kept is None else self.kept.attention_mask.sum(-1).tolist()
 
     def state(self) -> dict[str, torch.Tensor]:
         """What `load_state` takes back; empty without rows."""
-        return {} if self._kept is None else self._kept.tensors()
+        return {} if self.kept is None else self.kept.tensors()
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self._kept = Experience(**state) if state else None
+        self.kept = Experience(**state) if state else None

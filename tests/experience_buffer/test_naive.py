@@ -68,7 +68,7 @@ def test_a_state_is_taken_back():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="some have none"):
+    with pytest.raises(ValueError, match="only some parts have"):
         Experience.cat([experience([2]), experience([2], reference=False)])
     with pytest.raises(ValueError, match="nothing to join"):
         Experience.cat([])

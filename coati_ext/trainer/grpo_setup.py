@@ -1,0 +1,255 @@
+"""The steps of a GRPO command between its flags and its trainer, beside those that fine-tuning has too."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from coati_ext.config import flatten_config
+from coati_ext.dataset.conversation_template import ConversationTemplate
+from coati_ext.experience_maker.rollout import Completion, Rollout
+from coati_ext.experience_maker.scoring import RewardModels
+from coati_ext.grpo_config import GRPOConfig
+from coati_ext.models.reward import RewardModel, RLVRRewardModel
+from coati_ext.trainer.evaluation import Evaluation
+from coati_ext.trainer.grpo import GRPOTrainer
+from coati_ext.trainer.grpo_data import Data
+from coati_ext.trainer.setup import load_tokenizer, skipped_steps
+from coati_ext.trainer.state import StateKeeper, drop_later_lines
+from coati_ext.utils.collective import rank_and_size
+from coati_ext.utils.launch import print_rank_0
+from coati_ext.utils.metrics import MetricsLogger
+from coati_ext.utils.preflight import tensorboard_path
+from coati_ext.utils.report import SAMPLES_FILE, SampleRow, SamplesLog, format_samples
+from coati_ext.utils.run_directory import newest_state, set_logs_aside
+
+if TYPE_CHECKING:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+_SHOWN_SAMPLES = 4
+
+
+def load_grpo_tokenizer(config: GRPOConfig) -> PreTrainedTokenizerBase:
+    if config.data.tokenizer_dir is None:
+        return load_tokenizer(config.pretrained)
+    return load_tokenizer(config.data.tokenizer_dir, "--tokenizer_dir")
+
+
+def make_reward_model(config: GRPOConfig, template: ConversationTemplate) -> RewardModels:
+    """The rewards of the flags. A completion's limit is the `max_length` of those that ask for one.
+
+    Raises:
+        ValueError: an unknown reward or setting, or a directory without a reward model; names the flag.
+    """
+    asked, models = config.reward, []
+    if asked.reward_functions:
+        settings = {"tags": template.response_format_tags or None, **asked.options()}
+        if "overlong" in asked.reward_functions:
+            settings.setdefault("max_length", config.data.max_seq_len)
+        try:
+            found = RLVRRewardModel(asked.reward_functions, weights=asked.reward_weights, **settings)
+        except ValueError as error:
+            raise ValueError(f"--reward_functions: {error}") from error
+        models.append((found, 1.0))
+    if asked.rm_pretrain is not None:
+        try:
+            found = RewardModel(
+                asked.rm_pretrain,
+                checkpoint=asked.rm_checkpoint_path,
+                batch_size=config.rollout.logits_forward_batch_size,
+                max_length=config.data.max_length,
+            )
+        except ValueError as error:
+            raise ValueError(f"--rm_pretrain: {error}") from error
+        models.append((found, asked.rm_weight))
+    return models[0][0] if len(models) == 1 and models[0][1] == 1.0 else models
+
+
+def resolve_grpo_config(config: GRPOConfig, plugin: "MoeHybridParallelPlugin") -> tuple[GRPOConfig, int]:
+    """The config with the defaults that depend on the run in place of None, and the number of optimizer steps."""
+    steps = config.train.num_episodes * config.steps_per_episode
+    warmup = max(1, int(0.025 * steps)) if config.train.warmup_steps is None else config.train.warmup_steps
+    resolved = replace(
+        config,
+        train=replace(config.train, mixed_precision=plugin.precision, warmup_steps=warmup),
+        output=replace(config.output, tensorboard_dir=str(tensorboard_path(config.output))),
+    )
+    return resolved, steps
+
+
+def make_trainer(
+    config: GRPOConfig,
+    booster: "Booster",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: LRScheduler,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_model: RewardModels,
+    data: Data,
+) -> GRPOTrainer:
+    """The trainer, with its plan made: `fit` or a state to resume from may follow."""
+    rollout, policy, train = config.rollout, config.policy, config.train
+    trainer = GRPOTrainer(
+        booster,
+        model,
+        reward_model,
+        None,
+        optimizer,
+        lr_scheduler,
+        tokenizer,
+        kl_coef=policy.kl_coef,
+        ptx_coef=policy.ptx_coef,
+        train_batch_size=train.train_batch_size,
+        accumulation_steps=train.accumulation_steps,
+        save_dir=config.output.save_dir,
+        inference_batch_size=rollout.inference_batch_size,
+        logits_forward_batch_size=rollout.logits_forward_batch_size,
+        temperature_annealing_config={
+            "start_temperature": rollout.initial_temperature,
+            "end_temperature": rollout.final_temperature,
+        },
+        loss=policy.loss,
+        advantage=policy.advantage,
+        aggregation=policy.aggregation,
+        clip_eps_low=policy.clip_eps_low,
+        clip_eps_high=policy.clip_eps_high,
+        dual_clip=policy.dual_clip,
+        kl_kind=policy.kl_kind,
+        importance=policy.importance,
+        importance_cap=policy.importance_cap,
+        mask_truncated=policy.mask_truncated,
+        dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
+        seed=train.seed,
+        skip_nonfinite=train.skip_nonfinite,
+        max_skipped=train.max_skipped,
+        num_generations=rollout.num_generations,
+        temperature=rollout.initial_temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=config.data.max_seq_len,
+        stop_token_ids=data.template.stop_ids,
+        stop_strings=rollout.stop_strings,
+    )
+    trainer.prepare(*_plan(config), data.prompts, data.language_model_batches)
+    return trainer
+
+
+def _plan(config: GRPOConfig) -> tuple[int, int, int]:
+    return config.train.num_episodes, config.train.num_collect_steps, config.train.num_update_steps
+
+
+def make_evaluation(config: GRPOConfig, trainer: GRPOTrainer, data: Data) -> Evaluation | None:
+    if not data.held_out:
+        return None
+    own = trainer.experience_maker.rollout
+    rollout = Rollout(
+        own.actor,
+        own.reward_model,
+        own.tokenizer,
+        inference_batch_size=config.rollout.inference_batch_size,
+        seed=config.train.seed,
+        group=own.group,
+        copies=own.copies,
+    )
+    dp_rank, dp_size = rank_and_size(trainer.dp_group)
+    return Evaluation(
+        rollout, data.held_out, trainer.sampling, config.data.eval_samples, dp_rank=dp_rank, dp_size=dp_size
+    )
+
+
+def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None, data: Data) -> dict[str, Any]:
+    """Train, from the state of `--resume` on, with evaluations before, during and after; returns the summary."""
+    main, output = dist.get_rank() == 0, config.output
+    save_dir = Path(output.save_dir)
+    keeper = StateKeeper(
+        trainer,
+        save_dir=save_dir,
+        settings=flatten_config(config),
+        data_fingerprint=data.prompts.sampler.fingerprint,
+        save_interval=output.save_interval * trainer.plan.ticks_per_episode,
+        keep_last=output.keep_last,
+    )
+    resumed = keeper.resume(output.resume) if output.resume is not None else keeper.start()
+    if main and (not resumed or newest_state(save_dir) is None):  # another directory's state: other logs
+        set_logs_aside(save_dir)
+    elif main:
+        for name in ("metrics.jsonl", SAMPLES_FILE):
+            drop_later_lines(save_dir / name, trainer.episode)
+    logger = MetricsLogger(
+        tensorboard_path(output),
+        save_dir / "metrics.jsonl",
+        enabled=main,
+        first_step=trainer.episode + 1,
+        wandb_settings=flatten_config(config) if output.use_wandb else None,
+    )
+    samples = SamplesLog(save_dir / SAMPLES_FILE, interval=output.log_samples_interval, enabled=main)
+    start = time.perf_counter()
+
+    def evaluate(title: str) -> dict[str, float]:
+        found = evaluation(trainer.dp_group)
+        print_rank_0(f"{title}: {_evaluation_text(found)}, on {evaluation.num_prompts} held-out prompts")
+        return found
+
+    def after_episode(trainer: GRPOTrainer) -> dict[str, float]:
+        if main and samples.due(trainer.episode):
+            rows = [_sample_row(completion) for completion in trainer.samples]
+            samples.add(trainer.episode, rows)
+            print_rank_0(
+                f"\nepisode {trainer.episode}, some of its completions:", format_samples(rows[:_SHOWN_SAMPLES])
+            )
+        every, is_last = config.data.eval_interval, trainer.episode == config.train.num_episodes
+        due = evaluation is not None and (is_last or (every and trainer.episode % every == 0))
+        return evaluate(f"\nepisode {trainer.episode}") if due else {}
+
+    try:
+        if evaluation is not None and trainer.step == 0:
+            logger.log(0, evaluate("before training"))
+        with keeper:
+            trainer.fit(
+                *_plan(config),
+                data.prompts,
+                data.language_model_batches,
+                logger,
+                show_progress=main,
+                after_episode=after_episode,
+                after_tick=keeper.after_step,
+            )
+    finally:
+        logger.close()
+        samples.close()
+    return {
+        "stopped": keeper.stopped_by is not None,
+        "episodes": trainer.episode,
+        "steps": trainer.num_updates,
+        "seconds": round(time.perf_counter() - start, 1),
+        "skipped": skipped_steps(trainer),
+    }
+
+
+def _evaluation_text(metrics: dict[str, float]) -> str:
+    shown = {name.partition("/")[2]: value for name, value in metrics.items()}
+    return ", ".join(
+        f"{name} {value:.1%}" if name.startswith(("accuracy", "pass", "mean", "truncated")) else f"{name} {value:.2f}"
+        for name, value in shown.items()
+    )
+
+
+def _sample_row(completion: Completion) -> SampleRow:
+    return SampleRow(
+        prompt=completion.prompt["text"],
+        completion=completion.text,
+        gold=completion.prompt["gt_answer"],
+        reward=completion.score.score,
+        accuracy=completion.score.accuracy,
+        reason=completion.score.reason,
+        length=len(completion.ids),
+        truncated=completion.truncated,
+        parts=completion.score.parts,
+    )

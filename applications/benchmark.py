@@ -1,10 +1,12 @@
 """Measure what the README claims, on your own machine, as ratios within one run.
 
 python applications/benchmark.py fp8 --work /mnt/disk/bench --size_gb 20
+python applications/benchmark.py grpo --pretrained MODEL --prompt_dataset PROMPTS.jsonl
 """
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +17,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subjects = parser.add_subparsers(dest="subject", required=True)
     fp8 = subjects.add_parser("fp8", help="FP8 -> BF16: the kernel, and whole checkpoints")
+    add_fp8_flags(fp8)
+    add_grpo_flags(subjects.add_parser("grpo", help="steps of GRPO: ours, and TRL's GRPOTrainer on the same work"))
+    args = parser.parse_args(argv)
+    if args.subject == "fp8":
+        if not args.size_gb > 0 or not args.baseline_gb > 0:
+            fp8.error(f"--size_gb {args.size_gb} --baseline_gb {args.baseline_gb}: expected numbers above 0")
+        if args.work is not None and args.work.exists():
+            fp8.error(f"--work {args.work} exists; give a new folder")
+    return args
+
+
+def add_fp8_flags(fp8: argparse.ArgumentParser) -> None:
     fp8.add_argument(
         "--work", type=Path, metavar="DIR", help="new folder on the disk to measure (default: kernel only)"
     )
@@ -26,15 +40,39 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--baseline_gb", type=float, default=5, help="how much of it goes the published way (default: %(default)s)"
     )
     add_work_flags(fp8, with_overwrite=False)
-    args = parser.parse_args(argv)
-    if not args.size_gb > 0 or not args.baseline_gb > 0:
-        fp8.error(f"--size_gb {args.size_gb} --baseline_gb {args.baseline_gb}: expected numbers above 0")
-    if args.work is not None and args.work.exists():
-        fp8.error(f"--work {args.work} exists; give a new folder")
-    return args
+
+
+def add_grpo_flags(grpo: argparse.ArgumentParser) -> None:
+    grpo.add_argument("--pretrained", required=True, metavar="DIR", help="Hugging Face directory of a dense model")
+    grpo.add_argument(
+        "--prompt_dataset", required=True, metavar="FILE", help="prompt JSONL; its first prompts are used"
+    )
+    numbers = {
+        "num_prompts": (8, "prompts of a step"),
+        "num_generations": (8, "completions of each"),
+        "max_seq_len": (64, "tokens of every completion: none ends before"),
+        "batch_size": (8, "completions of a micro-batch of training"),
+        "steps": (3, "measured steps, each of one optimizer step"),
+        "warmup": (1, "steps before them, at least 1"),
+        "lora_rank": (16, "of the adapter on q, k, v, o, gate, up and down"),
+    }
+    for name, (default, help) in numbers.items():
+        grpo.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
+    grpo.add_argument(
+        "--engines",
+        nargs="+",
+        default=["ours", "trl"],
+        help="ours, trl (which generates with transformers' generate), trl_continuous (with its continuous batching); "
+        "default: ours trl",
+    )
+    grpo.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers, step by step")
 
 
 def measure(args: argparse.Namespace) -> int:
+    return {"fp8": measure_fp8, "grpo": measure_grpo}[args.subject](args)
+
+
+def measure_fp8(args: argparse.Namespace) -> int:
     from coati_ext.benchmark import fp8
 
     options = dataclasses.replace(work_options(args), show_progress=False)
@@ -44,6 +82,24 @@ def measure(args: argparse.Namespace) -> int:
         size, baseline = int(args.size_gb * 1e9), int(args.baseline_gb * 1e9)
         print(fp8.checkpoints(args.work, args.source, size, baseline, options))
     return 0
+
+
+def measure_grpo(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import grpo
+
+    grpo.check_engines(args.engines, args.pretrained)
+    sizes = ("num_generations", "max_seq_len", "batch_size", "steps", "warmup", "lora_rank")
+    workload = grpo.Workload(
+        pretrained=args.pretrained,
+        prompts=grpo.read_prompts(args.prompt_dataset, args.num_prompts),
+        **{name: getattr(args, name) for name in sizes},
+    )
+    report = grpo.compare(workload, args.engines)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(grpo.table(report))
+    return 1 if report["failed"] else 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,19 +5,18 @@ those written for checkpoints.
 """
 
 import gc
-import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from coati_ext.benchmark.process import in_own_process, own_peaks
 from coati_ext.benchmark.synthetic import write_checkpoint
 from coati_ext.checkpoint_io.checkpoint import read_checkpoint
 from coati_ext.checkpoint_io.fp8_format import SCALE_SUFFIX
@@ -92,12 +91,10 @@ def checkpoints(work: Path, source: Path | None, size: int, baseline_bytes: int,
     _read_all(source)
     os.sync()
     rows = {}
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        rows["ours"] = pool.submit(_ours, source, work / "bf16", options).result()
+    rows["ours"] = in_own_process(_ours, source, work / "bf16", options)
     rows["copy of the output"] = _copy(work / "bf16", work / "copy")
     shutil.rmtree(work / "bf16")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        rows["as published"] = pool.submit(_published, source, work / "published", baseline_bytes, device).result()
+    rows["as published"] = in_own_process(_published, source, work / "published", baseline_bytes, device)
     shutil.rmtree(work / "published", ignore_errors=True)
     lines.append(f"{'':<20}{'written':>12}{'GB/s':>8}{'with sync':>11}{'host':>10}{'device':>10}")
     for name, (nbytes, seconds, synced, host, on_device) in rows.items():
@@ -205,10 +202,8 @@ def _median_seconds(function: Callable[[], object], device: torch.device, repeat
 
 
 def _peaks() -> tuple[int, int]:
-    status = Path("/proc/self/status").read_text()  # not getrusage, whose peak is the parent's too
-    host = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-    devices = range(torch.cuda.device_count())
-    return host, max((torch.cuda.max_memory_reserved(i) for i in devices), default=0)
+    peaks = own_peaks()
+    return peaks.host, peaks.device_reserved
 
 
 def _nbytes(folder: Path) -> int:

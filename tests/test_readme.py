@@ -1,16 +1,19 @@
 """The README's example and commands are true."""
 
+import dataclasses
 import os
 import re
 import shlex
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 from model_dir import make_model_dir
 
 from coati_ext.cli import parse_config
 from coati_ext.config import FinetuneConfig
+from coati_ext.grpo_config import GRPOConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -60,6 +63,28 @@ def test_the_fine_tuning_commands_parse():
     assert parse_config(FinetuneConfig, "test", qwen).parallel.ep == 8
     parsed = parse_config(FinetuneConfig, "test", deepseek)
     assert (parsed.parallel.pp, parsed.lora.lora_alpha) == (3, 16)
+
+
+def test_the_grpo_command_parses():
+    (qwen,) = commands_of("applications/train_grpo.py")
+    config = parse_config(GRPOConfig, "test", qwen)
+    assert (config.parallel.ep, config.output.save_dir) == (8, "runs/qwen3_grpo")
+
+
+def test_the_grpo_page_names_flags_and_metrics_that_exist():
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    flags = {f"--{name}" for name in flatten_fields(GRPOConfig)} | {f"--{name}" for name in GRPOConfig.ALIASES}
+    own = page.replace("applications/prepare_dataset.py", "\0")
+    used = {flag for line in own.splitlines() if "\0" not in line for flag in re.findall(r"--[a-z_]+", line)}
+    assert not used - flags
+
+
+def flatten_fields(config_class: type) -> set[str]:
+    hints = typing.get_type_hints(config_class)
+    nested = {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
+    return {
+        n for name, hint in nested.items() for n in (flatten_fields(hint) if dataclasses.is_dataclass(hint) else [name])
+    }
 
 
 def test_every_file_that_the_readme_names_exists():

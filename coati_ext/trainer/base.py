@@ -51,6 +51,8 @@ class StepTrainer:
 
     COUNTED: tuple[str, ...] = ("num_skipped", "num_skipped_in_a_row", "num_overflowed")
     """Attributes of `shared_state`."""
+    LENGTH_FLAGS = ""
+    """Flags that say how long a run is."""
 
     def __init__(
         self,
@@ -77,6 +79,10 @@ class StepTrainer:
     def next_update(self) -> int:
         """The number of the optimizer step that comes next, from 1."""
         return self.step + 1
+
+    def amount(self, step: int) -> str:
+        """What a user calls all that is done after `step`."""
+        return f"{step} step{'s' * (step != 1)}"
 
     def shared_state(self) -> dict[str, Any]:
         """What is alike on all ranks and a continuation takes up, as JSON."""

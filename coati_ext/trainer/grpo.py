@@ -380,6 +380,14 @@ class GRPOTrainer(PolicyStepTrainer):
 
     # --- what a continuation takes up
 
+    LENGTH_FLAGS = "--num_episodes"
+
+    def amount(self, step: int) -> str:
+        episodes, ticks = divmod(step, self.plan.ticks_per_episode)
+        return f"{episodes} episode{'s' * (episodes != 1)}" + (
+            f" and {ticks} of {self.plan.ticks_per_episode} steps" if ticks else ""
+        )
+
     @property
     def resumes_with(self) -> dict[str, tuple[Any, str]]:
         plan, sampler = self.plan, self.prompts.sampler

@@ -95,6 +95,7 @@ class SFTTrainer(StepTrainer):
         return {"global batch": (rows, "--batch_size x data-parallel ranks x --accumulation_steps")}
 
     COUNTED = (*StepTrainer.COUNTED, "loss_first", "loss_last")
+    LENGTH_FLAGS = "--num_epochs or --max_steps"
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """One optimizer step over the micro-batches of this rank.

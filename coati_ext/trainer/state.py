@@ -59,13 +59,14 @@ class StateKeeper:
         stop = self.guard.requested(dist.group.WORLD)
         if stop and not hasattr(trainer.optimizer, "state_pieces"):
             self.stopped_by = "a signal"
-            print_rank_0(f"stopped by a signal after step {trainer.step}; under this plugin no state can be saved")
+            done = trainer.amount(trainer.step)
+            print_rank_0(f"stopped by a signal after {done}; under this plugin no state can be saved")
         elif stop or (self.save_interval and trainer.step % self.save_interval == 0):
             directory = self.save()
             if stop:
                 self.stopped_by = self.guard.received.name if self.guard.received else "a signal to another rank"
                 print_rank_0(
-                    f"stopped by {self.stopped_by} after step {trainer.step}; state saved in {directory}; "
+                    f"stopped by {self.stopped_by} after {trainer.amount(trainer.step)}; state saved in {directory}; "
                     "go on with the same command and --resume latest"
                 )
         return stop
@@ -118,7 +119,8 @@ class StateKeeper:
         trainer.load_rank_state(None if own is None else own["trainer"])
         if own is not None:
             restore_random_states(own)
-        print_rank_0(f"resumed from {saved.directory}: {saved.step} of {trainer.num_steps} steps are done")
+        done, all_of_them = trainer.amount(saved.step), trainer.amount(trainer.num_steps)
+        print_rank_0(f"resumed from {saved.directory}: {done} are done, of {all_of_them}")
         return True
 
     def start(self) -> None:
@@ -151,8 +153,8 @@ class StateKeeper:
                 )
         if saved.step > self.trainer.num_steps:
             raise ValueError(
-                f"{saved.directory}: {saved.step} steps are done, and this run ends after {self.trainer.num_steps}; "
-                "let it be longer"
+                f"{saved.directory}: {self.trainer.amount(saved.step)} are done, and this run ends after "
+                f"{self.trainer.amount(self.trainer.num_steps)}; give more {self.trainer.LENGTH_FLAGS}"
             )
         changed = {
             key: (then["settings"].get(key), value)

@@ -31,13 +31,16 @@ def test_a_run_that_signals_end_twice_is_the_run_that_none_ended(inputs, tmp_pat
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     end(start(inputs, whole, *FLAGS))
     out = killed(inputs, run_dir, 20, signal.SIGTERM, 0)  # in the first collection of episode 2
-    assert "stopped by SIGTERM after step 7;" in out and "go on with the same command and --resume latest" in out
+    assert (
+        "stopped by SIGTERM after 1 episode and 1 of 6 steps;" in out
+        and "go on with the same command and --resume latest" in out
+    )
     assert not (run_dir / "lora").exists() and len(lines_of(run_dir / "metrics.jsonl")) == 1
     resume = ("--resume", "latest", "--save_interval", "1")
     killed(inputs, run_dir, 12, signal.SIGKILL, -signal.SIGKILL, *resume)  # in episode 3, after a state at its start
     assert [row["step"] for row in lines_of(run_dir / "metrics.jsonl")] == [1, 2]
     out, _ = end(start(inputs, run_dir, *FLAGS, *resume))
-    assert "12 of 24 steps are done" in out
+    assert "2 episodes are done, of 4 episodes" in out
 
     ours, expected = (load_file(run / "lora" / "adapter_model.safetensors") for run in (run_dir, whole))
     assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)

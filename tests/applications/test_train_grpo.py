@@ -71,7 +71,7 @@ def test_a_run_leaves_an_adapter_that_stock_peft_loads_with_its_logits(finished,
 def test_a_run_leaves_samples_a_summary_a_report_and_its_config(finished):
     run_dir, out, _ = finished
     samples = lines_of(run_dir / "samples.jsonl")
-    assert [row["step"] for row in samples] == [2] * 8 + [4] * 8  # rank 0's: 2 prompts of 4
+    assert [row["step"] for row in samples] == [1] * 8 + [2] * 8 + [4] * 8  # the first; rank 0's: 2 prompts of 4
     assert {"prompt", "completion", "gold", "reward", "accuracy", "reason", "length", "truncated"} <= samples[0].keys()
     assert all(row["length"] <= 8 and row["reward"] in (0, 1) for row in samples)
     summary = json.loads((run_dir / "summary.json").read_text())

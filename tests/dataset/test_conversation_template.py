@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from coati_ext.dataset import RawPromptDataset
 from coati_ext.dataset.conversation_template import ConversationTemplate, read_conversation_template, template_of
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "conversation_templates").glob("*.json"))
+RECIPE = Path(__file__).parents[2] / "recipes" / "conversation_templates" / "qwen2.5_3b_math.json"
 TAGS = {"think_start": {"text": "<think>", "num_occur": 1}}
 GOOD = {
     "chat_template": "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}",
@@ -141,11 +141,10 @@ def qwen_like() -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_fits_its_tokenizer(recipe, write_jsonl):
+def test_the_recipe_for_qwen_fits_its_tokenizer(write_jsonl):  # the other one is the quickstart's, which CI runs
     tokenizer = qwen_like()
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 151645
-    template = read_conversation_template(recipe, tokenizer)
+    template = read_conversation_template(RECIPE, tokenizer)
     assert template.stop_ids == (151645, 151643)
     texts = [tag["text"] for tag in template.response_format_tags.values()]
     assert texts == ["<think>", "</think>", "<answer>", "</answer>"]

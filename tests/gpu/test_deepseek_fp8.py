@@ -81,7 +81,7 @@ def test_it_loads_trains_is_killed_resumes_and_exports(inputs, processes, tmp_pa
     process.communicate()
     assert not (run_dir / "lora").exists()
     out = finish(inputs, run_dir, processes)
-    assert f"of {STEPS} steps are done" in out, out
+    assert f"are done, of {STEPS} steps" in out, out
     losses, expected = losses_of(run_dir), losses_of(whole)
     print("losses", [round(loss, 4) for loss in expected])
     assert losses == pytest.approx(expected, rel=2e-3)  # kernels with atomics do not repeat themselves to the bit

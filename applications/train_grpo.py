@@ -41,13 +41,13 @@ def train(config: GRPOConfig) -> None:
 
     data = load_data(config, plugin, tokenizer)
     reward_model = grpo_setup.make_reward_model(config, data.template)
-    config, num_steps = grpo_setup.resolve_grpo_config(config, plugin)
+    config = setup.with_defaults(config, plugin, config.num_steps)
     setup.save_config(config)
 
     setup.load_model(config, plugin, part)
     setup.choose_trained(config, booster, part, lora)
     disable_dropout(part)
-    optimizer, lr_scheduler = setup.make_optimizer(config, part, num_steps)
+    optimizer, lr_scheduler = setup.make_optimizer(config, part, config.num_steps)
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
     router_before = frozen_router_hash(part) if config.trains_adapter else None
     trainer = grpo_setup.make_trainer(config, booster, model, optimizer, lr_scheduler, tokenizer, reward_model, data)

@@ -1,7 +1,7 @@
 """The config of `applications/train_grpo.py`. Importable without torch, as `coati_ext.config` is.
 
 Flags keep the spelling of ColossalChat's `train_grpo.py` (`ALIASES`: also where `lora_finetune.py` spells them in
-another way). What it has and cannot be right here is refused by name; defaults that differ are in the README.
+another way). What it has and cannot be right here is refused by name; defaults that differ are in docs/grpo.md.
 """
 
 import dataclasses
@@ -335,6 +335,11 @@ class GRPOConfig:
         """How many states the run saves at most."""
         every = self.output.save_interval
         return self.train.num_episodes // every if every else None
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.train.num_episodes * self.steps_per_episode
 
     @property
     def rows_per_episode(self) -> int:

@@ -198,7 +198,6 @@ def _ours(workload: Workload, config: Any) -> dict[str, Any]:
     from coati_ext.plugin import build_plugin
     from coati_ext.trainer import grpo_data, grpo_setup, setup
     from coati_ext.trainer.checks import choose_lora
-    from coati_ext.trainer.grpo import GRPOTrainer
     from coati_ext.utils.launch import launch
 
     launch(seed=workload.seed)
@@ -208,29 +207,24 @@ def _ours(workload: Workload, config: Any) -> dict[str, Any]:
     tokenizer = grpo_setup.load_grpo_tokenizer(config)
     data = grpo_data.load_data(config, plugin, tokenizer)
     reward_model = grpo_setup.make_reward_model(config, data.template)
-    config, num_steps = grpo_setup.resolve_grpo_config(config, plugin)
+    config = setup.with_defaults(config, plugin, config.num_steps)
     lora, _ = choose_lora(config, part)
     setup.load_model(config, plugin, part)
     setup.choose_trained(config, booster, part, lora)
     disable_dropout(part)
     num_parameters = sum(p.numel() for p in part.parameters() if p.requires_grad)
-    optimizer, lr_scheduler = setup.make_optimizer(config, part, num_steps)
+    optimizer, lr_scheduler = setup.make_optimizer(config, part, config.num_steps)
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
-    trainer = GRPOTrainer(
+    trainer = grpo_setup.make_trainer(
+        config,
         booster,
         model,
-        reward_model,
-        None,
         optimizer,
         lr_scheduler,
         tokenizer,
-        train_batch_size=workload.batch_size,
-        inference_batch_size=workload.num_rows,
-        num_generations=workload.num_generations,
-        seed=workload.seed,
-        max_new_tokens=workload.max_seq_len,
+        reward_model,
+        data,
         min_new_tokens=workload.max_seq_len,
-        stop_token_ids=data.template.stop_ids,
     )
     log = _OurLog()
     trainer.fit(workload.num_steps, 1, 1, data.prompts, logger=log, show_progress=False)

@@ -1,7 +1,7 @@
 """What a user should know of a rollout, as sums that no split over ranks or collections changes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -45,7 +45,7 @@ def rollout_metrics(groups: Sequence[Group], *, num_kept: int) -> dict[str, Metr
     return metrics
 
 
-def finished_metrics(reduced: dict[str, float]) -> dict[str, float]:
+def finished_metrics(reduced: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with the standard deviation of the reward in place of its square."""
     reduced = dict(reduced)
     square = reduced.pop("reward_square", None)

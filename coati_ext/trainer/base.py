@@ -143,6 +143,13 @@ class StepTrainer:
             raise ValueError(f"step {self.next_update}: {what}; the weights were not updated. {cause}")
         return StepResult(loss=loss, grad_norm=None, skip_reason=f"{what}. {cause}")
 
+    def _repeat(self, forward_backward: Callable[[], Any], forward: Callable[[], Any]) -> None:
+        """A step again, for `report_nonfinite`: with each rank's own gradients left on the parameters, or, where the
+        plugin shares these out at once, without any."""
+        can_wait = self.booster.plugin.support_no_sync()
+        with torch.set_grad_enabled(can_wait), self._no_sync(is_last=False):
+            (forward_backward if can_wait else forward)()
+
     def _count(self, result: StepResult) -> None:
         if result.overflowed:
             self.num_overflowed += 1

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from coati_ext.experience_maker.metrics import finished_metrics
+from coati_ext.utils.launch import print_rank_0
 
+MAX_EPISODES_WITHOUT_SIGNAL = 10
 PHASES = ("generate", "reward", "log_probs", "train")
 
 
@@ -17,7 +19,7 @@ def episode_metrics(reduced: Mapping[str, float], *, num_ranks: int, num_steps: 
     Returns:
         The same names, with tokens_per_s/generate and tokens_per_s/train (of all ranks) in place of the tokens.
     """
-    metrics = finished_metrics(dict(reduced))
+    metrics = finished_metrics(reduced)
     for phase in PHASES:
         if f"seconds/{phase}" in metrics:
             metrics[f"seconds/{phase}"] /= num_ranks  # the ranks wait for each other
@@ -45,6 +47,22 @@ def idle_text(metrics: Mapping[str, float], episode: int, *, mask_truncated: boo
         f"episode {episode}: no group had completions of different reward ({mean}; {shown}; {unscored:.0%} "
         f"unscored; {cut:.0%} cut at the limit), so there was nothing to learn"
     )
+
+
+def warn_of_no_signal(
+    metrics: Mapping[str, float], episode: int, *, has_learnt: bool, mask_truncated: bool = False
+) -> None:
+    """
+    Raises:
+        ValueError: rewards have not differed within a group in any of `MAX_EPISODES_WITHOUT_SIGNAL` episodes.
+    """
+    text = idle_text(metrics, episode, mask_truncated=mask_truncated)
+    if not has_learnt and episode >= MAX_EPISODES_WITHOUT_SIGNAL:
+        raise ValueError(
+            f"{text}, as in all {episode} episodes so far. Look at samples.jsonl: does the prompt ask for the form "
+            "that --reward_functions look for, and is --max_seq_len long enough?"
+        )
+    print_rank_0(f"warning: {text}")
 
 
 def progress_text(metrics: Mapping[str, float]) -> str:

@@ -26,21 +26,17 @@ from coati_ext.models.generation import Sampling
 from coati_ext.models.policy_loss import PolicyLoss
 from coati_ext.moe.load import load_own_expert_load, own_expert_load, reset_expert_load
 from coati_ext.trainer.base import Batch
-from coati_ext.trainer.episode import episode_metrics, idle_text, progress_text
+from coati_ext.trainer.episode import episode_metrics, progress_text, warn_of_no_signal
 from coati_ext.trainer.grpo_arguments import generate_settings, refuse_arguments
 from coati_ext.trainer.grpo_plan import Plan, annealed_temperature, micro_batches_of, rows_of_step
 from coati_ext.trainer.language_model_batches import LanguageModelBatches
 from coati_ext.trainer.policy_step import PolicyStepTrainer, sum_of
 from coati_ext.utils.device import peak_memory_gb
-from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metric_sums import MetricSums
 from coati_ext.utils.metrics import MetricsLogger
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
-
-MAX_EPISODES_WITHOUT_SIGNAL = 10
-AfterTick = Callable[["GRPOTrainer"], bool]
 
 
 class GRPOTrainer(PolicyStepTrainer):
@@ -182,7 +178,6 @@ class GRPOTrainer(PolicyStepTrainer):
         self.train_batch_size, self.accumulation_steps = train_batch_size, accumulation_steps
         self.annealing, self.seed = temperature_annealing_config, seed
         self._offloaded = _movable(reward_model, initial_model) if offload_inference_models else []
-        self.tokenizer = tokenizer
         self.plan: Plan | None = None
         reset_expert_load(self.model)  # the call that tried the head is no part of a run
 
@@ -249,7 +244,7 @@ class GRPOTrainer(PolicyStepTrainer):
         *,
         show_progress: bool = True,
         after_episode: Callable[["GRPOTrainer"], dict[str, float]] = lambda trainer: {},
-        after_tick: AfterTick = lambda trainer: False,
+        after_tick: Callable[["GRPOTrainer"], bool] = lambda trainer: False,
     ) -> None:
         """The ticks that are left: all, unless a state was taken up.
 
@@ -333,8 +328,7 @@ class GRPOTrainer(PolicyStepTrainer):
         if self.language_model_batches is None:
             return []
         per_step = self.accumulation_steps or 1
-        batches = self.language_model_batches.take(self.num_updates * per_step, per_step)
-        return [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+        return self.language_model_batches.take(self.num_updates * per_step, per_step, self.device)
 
     # --- the end of an episode
 
@@ -342,7 +336,7 @@ class GRPOTrainer(PolicyStepTrainer):
         """The metrics of the episode, alike on all ranks.
 
         Raises:
-            ValueError: rewards have not differed within a group in any of `MAX_EPISODES_WITHOUT_SIGNAL` episodes.
+            ValueError: see `warn_of_no_signal`.
         """
         metrics = episode_metrics(
             self.sums.reduce(self.dp_group),
@@ -356,18 +350,9 @@ class GRPOTrainer(PolicyStepTrainer):
         self.buffer.clear()
         self.sums = MetricSums()
         if metrics["signals"] == 0:
-            self._tell_that_idle(metrics)
+            hidden = self.experience_maker.mask_truncated
+            warn_of_no_signal(metrics, self.episode + 1, has_learnt=self.has_learnt, mask_truncated=hidden)
         return metrics
-
-    def _tell_that_idle(self, metrics: dict[str, float]) -> None:
-        number = self.episode + 1
-        text = idle_text(metrics, number, mask_truncated=self.experience_maker.mask_truncated)
-        if not self.has_learnt and number >= MAX_EPISODES_WITHOUT_SIGNAL:
-            raise ValueError(
-                f"{text}, as in all {number} episodes so far. Look at samples.jsonl: does the prompt ask for the form "
-                "that --reward_functions look for, and is --max_seq_len long enough?"
-            )
-        print_rank_0(f"warning: {text}")
 
     @property
     def samples(self) -> list[Completion]:

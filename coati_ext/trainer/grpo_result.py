@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from coati_ext.grpo_config import GRPOConfig
 from coati_ext.utils.report import write_report
+from coati_ext.utils.run_directory import METRICS_FILE, PAGE_FILE, SUMMARY_FILE
 from coati_ext.utils.sizes import format_bytes
-
-SUMMARY_FILE = "summary.json"
 
 
 def summarise(config: GRPOConfig, summary: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def summarise(config: GRPOConfig, summary: dict[str, Any]) -> dict[str, Any]:
     the report beside it (rank 0)."""
     save_dir = Path(config.output.save_dir)
     if dist.get_rank() == 0:
-        lines = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (save_dir / METRICS_FILE).read_text().splitlines()]
         evaluated = [line for line in lines if "eval/reward" in line]
         trained = [line for line in lines if "reward" in line]
         best = "eval/accuracy" if any("eval/accuracy" in line for line in evaluated) else "eval/reward"
@@ -63,4 +62,4 @@ def grpo_result(config: GRPOConfig, summary: dict[str, Any]) -> str:
     text += f"peak memory {format_bytes(1e9 * summary['memory_gb'])} on rank 0"
     if summary["eval_before"] is not None and summary["eval_after"] is not None:
         text += f"\nheld out: {summary['eval_metric']} {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}"
-    return f"{text}\nreport: {Path(config.output.save_dir) / 'report.html'}"
+    return f"{text}\nreport: {Path(config.output.save_dir) / PAGE_FILE}"

@@ -1,7 +1,6 @@
 """The steps of a GRPO command between its flags and its trainer, beside those that fine-tuning has too."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +19,17 @@ from coati_ext.models.reward import RewardModel, RLVRRewardModel
 from coati_ext.trainer.evaluation import Evaluation
 from coati_ext.trainer.grpo import GRPOTrainer
 from coati_ext.trainer.grpo_data import Data
-from coati_ext.trainer.setup import load_tokenizer, skipped_steps
-from coati_ext.trainer.state import StateKeeper, drop_later_lines
+from coati_ext.trainer.setup import begin, load_tokenizer, skipped_steps
+from coati_ext.trainer.state import StateKeeper
 from coati_ext.utils.collective import rank_and_size
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
 from coati_ext.utils.preflight import tensorboard_path
-from coati_ext.utils.report import SAMPLES_FILE, SampleRow, SamplesLog, format_samples
-from coati_ext.utils.run_directory import newest_state, set_logs_aside
+from coati_ext.utils.report import SampleRow, SamplesLog, format_samples
+from coati_ext.utils.run_directory import METRICS_FILE, SAMPLES_FILE
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster
-    from colossalai.booster.plugin import MoeHybridParallelPlugin
 
 _SHOWN_SAMPLES = 4
 
@@ -72,18 +70,6 @@ def make_reward_model(config: GRPOConfig, template: ConversationTemplate) -> Rew
     return models[0][0] if len(models) == 1 and models[0][1] == 1.0 else models
 
 
-def resolve_grpo_config(config: GRPOConfig, plugin: "MoeHybridParallelPlugin") -> tuple[GRPOConfig, int]:
-    """The config with the defaults that depend on the run in place of None, and the number of optimizer steps."""
-    steps = config.train.num_episodes * config.steps_per_episode
-    warmup = max(1, int(0.025 * steps)) if config.train.warmup_steps is None else config.train.warmup_steps
-    resolved = replace(
-        config,
-        train=replace(config.train, mixed_precision=plugin.precision, warmup_steps=warmup),
-        output=replace(config.output, tensorboard_dir=str(tensorboard_path(config.output))),
-    )
-    return resolved, steps
-
-
 def make_trainer(
     config: GRPOConfig,
     booster: "Booster",
@@ -93,6 +79,8 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     reward_model: RewardModels,
     data: Data,
+    *,
+    min_new_tokens: int = 0,
 ) -> GRPOTrainer:
     """The trainer, with its plan made: `fit` or a state to resume from may follow."""
     rollout, policy, train = config.rollout, config.policy, config.train
@@ -134,6 +122,7 @@ def make_trainer(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_new_tokens=config.data.max_seq_len,
+        min_new_tokens=min_new_tokens,
         stop_token_ids=data.template.stop_ids,
         stop_strings=rollout.stop_strings,
     )
@@ -176,15 +165,10 @@ def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None,
         save_interval=output.save_interval * trainer.plan.ticks_per_episode,
         keep_last=output.keep_last,
     )
-    resumed = keeper.resume(output.resume) if output.resume is not None else keeper.start()
-    if main and (not resumed or newest_state(save_dir) is None):  # another directory's state: other logs
-        set_logs_aside(save_dir)
-    elif main:
-        for name in ("metrics.jsonl", SAMPLES_FILE):
-            drop_later_lines(save_dir / name, trainer.episode)
+    begin(keeper, output.resume, save_dir, (METRICS_FILE, SAMPLES_FILE), lambda: trainer.episode)
     logger = MetricsLogger(
         tensorboard_path(output),
-        save_dir / "metrics.jsonl",
+        save_dir / METRICS_FILE,
         enabled=main,
         first_step=trainer.episode + 1,
         wandb_settings=flatten_config(config) if output.use_wandb else None,

@@ -22,9 +22,10 @@ class LanguageModelBatches:
         self._dataset, self._collate = dataset, collate
         self._sampler = EpochBatchSampler(len(dataset), batch_size, dp_rank, dp_size, seed=seed)
 
-    def take(self, first: int, count: int) -> list[Batch]:
-        """The micro-batches [first, first + count) of this rank, on the CPU."""
-        return [self._batch(number) for number in range(first, first + count)]
+    def take(self, first: int, count: int, device: torch.device) -> list[Batch]:
+        """The micro-batches [first, first + count) of this rank."""
+        batches = [self._batch(number) for number in range(first, first + count)]
+        return [{name: value.to(device) for name, value in batch.items()} for batch in batches]
 
     def _batch(self, number: int) -> Batch:
         epoch, position = divmod(number, len(self._sampler))

@@ -118,9 +118,15 @@ class PolicyStepTrainer(StepTrainer):
         def forward_backward() -> torch.Tensor:
             return self._forward_backward(micro_batches, denominators, language_model_batches, num_supervised)
 
+        def forward() -> None:
+            for batch in micro_batches:
+                self._policy_loss(batch, denominators)
+            for batch in language_model_batches:
+                self._language_model_loss(batch, num_supervised)
+
         def repeat() -> None:
             kept, self.sums = self.sums, MetricSums()  # a step done again is not counted twice
-            forward_backward()
+            self._repeat(forward_backward, forward)
             self.sums = kept
 
         loss = forward_backward()

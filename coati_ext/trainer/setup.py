@@ -4,9 +4,10 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from coati_ext.utils.model_config import read_model_config, text_config_of
 from coati_ext.utils.preflight import check_output_is_free, config_path, tensorboard_path
 from coati_ext.utils.run_directory import (
     ADAPTER_DIR,
+    METRICS_FILE,
     MODEL_DIR,
     drop_previous,
     lock_directory,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
+Config = TypeVar("Config", FinetuneConfig, GRPOConfig)
 _VERIFY = Path(__file__).parents[2] / "applications" / "verify_adapter.py"
 # What transformers raises for a config.json whose values are of another type or do not go together.
 _CONFIG_ERRORS = (
@@ -77,13 +80,18 @@ def resolve_config(
     """The config with the defaults that depend on the run in place of None, and the number of optimizer steps."""
     train = config.train
     steps = num_optimizer_steps(num_batches, train.num_epochs, train.accumulation_steps, train.max_steps)
-    warmup = max(1, int(0.025 * steps)) if train.warmup_steps is None else train.warmup_steps
-    resolved = replace(
+    return with_defaults(config, plugin, steps), steps
+
+
+def with_defaults(config: Config, plugin: "MoeHybridParallelPlugin", num_steps: int) -> Config:
+    """The config with the defaults that depend on the run in place of None."""
+    train = config.train
+    warmup = max(1, int(0.025 * num_steps)) if train.warmup_steps is None else train.warmup_steps
+    return replace(
         config,
         train=replace(train, mixed_precision=plugin.precision, warmup_steps=warmup),
         output=replace(config.output, tensorboard_dir=str(tensorboard_path(config.output))),
     )
-    return resolved, steps
 
 
 def prepare_run(config: FinetuneConfig | GRPOConfig) -> None:
@@ -219,11 +227,33 @@ def make_optimizer(
     return optimizer, LambdaLR(optimizer, cosine_with_warmup(num_steps, train.warmup_steps))
 
 
+def begin(
+    keeper: StateKeeper, resume: str | None, save_dir: Path, logs: Sequence[str], last_line: Callable[[], int]
+) -> None:
+    """Take up the state of --resume, or begin at the start, and clear the logs of what is to be done (again).
+
+    Args:
+        logs: the files, with a "step" in each line.
+        last_line: the "step" of the last line to keep; asked once the state is there.
+    """
+    if resume is None:
+        keeper.start()
+    else:
+        keeper.resume(resume)
+    if dist.get_rank() != 0:
+        return
+    if keeper.trainer.step == 0 or newest_state(save_dir) is None:  # another directory's state: other logs
+        set_logs_aside(save_dir)
+        return
+    for name in logs:
+        drop_later_lines(save_dir / name, last_line())
+
+
 def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDataset) -> dict[str, Any]:
     """Train, from the state of `--resume` on; returns the run's summary (losses, steps, seconds, how it ended)."""
     main = dist.get_rank() == 0
     save_dir = Path(config.output.save_dir)
-    metrics = save_dir / "metrics.jsonl"
+    metrics = save_dir / METRICS_FILE
     keeper = StateKeeper(
         trainer,
         save_dir=save_dir,
@@ -232,14 +262,7 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         save_interval=config.output.save_interval,
         keep_last=config.output.keep_last,
     )
-    if config.output.resume is not None:
-        keeper.resume(config.output.resume)
-    else:
-        keeper.start()
-    if main and (trainer.step == 0 or newest_state(save_dir) is None):  # another directory's state: other logs
-        set_logs_aside(save_dir)
-    elif main:
-        drop_later_lines(metrics, trainer.step)
+    begin(keeper, config.output.resume, save_dir, (METRICS_FILE,), lambda: trainer.step)
     logger = MetricsLogger(tensorboard_path(config.output), metrics, enabled=main, first_step=trainer.step + 1)
     start = time.perf_counter()
     try:

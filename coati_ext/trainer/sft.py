@@ -119,7 +119,7 @@ class SFTTrainer(StepTrainer):
         loss = self._forward_backward(micro_batches, max(num_supervised, 1) / dp_size)
         dist.all_reduce(loss, group=self.dp_group)
         loss = loss.item() / dp_size
-        result = self._apply_gradients(loss, micro_batches, partial(self._repeat, micro_batches))
+        result = self._apply_gradients(loss, micro_batches, partial(self._do_again, micro_batches))
         return replace(result, **counts)
 
     def _forward_backward(self, micro_batches: list[Batch], num_tokens: float) -> torch.Tensor:
@@ -163,15 +163,12 @@ class SFTTrainer(StepTrainer):
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
         return rows + [_without_supervision(rows[0])] * (int(count) - len(rows))
 
-    def _repeat(self, micro_batches: list[Batch]) -> None:
-        """Forward and backward again, with each rank's own gradients left on the parameters."""
-        can_wait = self.booster.plugin.support_no_sync()
-        with torch.set_grad_enabled(can_wait), self._no_sync(is_last=False):
-            if can_wait:
-                self._forward_backward(micro_batches, 1.0)
-            else:  # there is no pipeline then
-                for batch in micro_batches:
-                    self.model(**model_inputs(batch))
+    def _do_again(self, micro_batches: list[Batch]) -> None:
+        def forward() -> None:
+            for batch in micro_batches:  # there is no pipeline then
+                self.model(**model_inputs(batch))
+
+        self._repeat(lambda: self._forward_backward(micro_batches, 1.0), forward)
 
     def fit(
         self,

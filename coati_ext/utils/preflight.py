@@ -10,7 +10,7 @@ from coati_ext.config import FinetuneConfig, OutputConfig, ParallelConfig
 from coati_ext.grpo_config import GRPOConfig
 from coati_ext.utils.adapter_files import check_init_adapter
 from coati_ext.utils.model_config import check_tokenizer_files, num_experts, read_model_config, text_config_of
-from coati_ext.utils.run_directory import ADAPTER_DIR, MODEL_DIR, STATES_DIR, check_earlier_run
+from coati_ext.utils.run_directory import ADAPTER_DIR, METRICS_FILE, MODEL_DIR, STATES_DIR, check_earlier_run
 
 # MoE families that train here and whose adapter stock PEFT loads. tests/test_families.py shows it for each of them, and
 # that these are all that the installed transformers and PEFT allow.
@@ -114,7 +114,7 @@ def _check_outputs(config: FinetuneConfig | GRPOConfig) -> None:
         raise ValueError(f"--config_file {file} is a directory; give a file in it")
     _check_writable("--config_file", file.parent)
     _check_writable("--tensorboard_dir", logs)
-    if logs.parent.resolve() != save_dir.resolve() and (logs.parent / "metrics.jsonl").exists():
+    if logs.parent.resolve() != save_dir.resolve() and (logs.parent / METRICS_FILE).exists():
         raise ValueError(
             f"--tensorboard_dir {logs} has the logs of the run in {logs.parent}; give one of this run, such as "
             f"{save_dir / 'tensorboard'}"

@@ -12,8 +12,8 @@ from typing import Any
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.printable import clip, clip_start, num_columns, one_line, printable
 from coati_ext.utils.report_picture import Curve, draw
+from coati_ext.utils.run_directory import METRICS_FILE, PAGE_FILE, PICTURE_FILE, SAMPLES_FILE
 
-METRICS_FILE, SAMPLES_FILE, PICTURE_FILE, PAGE_FILE = "metrics.jsonl", "samples.jsonl", "report.png", "report.html"
 MAX_SAMPLES = 50  # on the page, whose size they make
 _STYLE = """
 body { font: 15px/1.4 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }

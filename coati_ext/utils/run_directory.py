@@ -11,7 +11,9 @@ RESULT_DIRS = {ADAPTER_DIR: "adapter_config.json", MODEL_DIR: "config.json"}
 """Folder of a finished result -> the file that makes it one."""
 STATES_DIR = "checkpoints"
 LOCK_FILE, PREVIOUS_DIR = ".lock", "previous"
-LOGS = ("metrics.jsonl", "tensorboard", "samples.jsonl", "summary.json", "report.html", "report.png")
+METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE = "metrics.jsonl", "samples.jsonl", "summary.json"
+PICTURE_FILE, PAGE_FILE = "report.png", "report.html"
+LOGS = (METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE, PICTURE_FILE, PAGE_FILE, "tensorboard")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 

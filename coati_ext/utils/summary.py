@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from coati_ext.utils.run_directory import METRICS_FILE
+
 MAX_UPCYCLE_LOGIT_DIFF = 1e-3
 _ENOUGH_STEPS = 10  # from here on a loss that did not fall is a failure
 
@@ -18,7 +20,7 @@ def summarise(run_dir: str | Path, *, question: str, before: str, after: str, se
     """
     run_dir = Path(run_dir)
     upcycled, verified = _read(run_dir / "upcycle.json"), _read(run_dir / "verify.json")
-    steps = [json.loads(line) for line in _text(run_dir / "metrics.jsonl").splitlines()]
+    steps = [json.loads(line) for line in _text(run_dir / METRICS_FILE).splitlines()]
     losses = [step["loss"] for step in steps if "skipped" not in step]
     if not losses:
         raise ValueError(f"{run_dir / 'metrics.jsonl'}: no step was trained")

@@ -62,8 +62,8 @@ def isolate(libc: Any) -> bool:
 
 
 def become_nobody(libc: Any) -> None:
-    """The user nobody. Where nobody cannot read the standard library (an environment under /root): root's files and
-    nobody's limits, in a user namespace that makes its capabilities void elsewhere.
+    """The user nobody. Where nobody cannot read the standard library (an environment in a home closed to others):
+    root's files and nobody's limits, in a user namespace that makes its capabilities void elsewhere.
     """
     os.setegid(_NOBODY)
     os.seteuid(_NOBODY)

@@ -2,6 +2,7 @@
 
 python applications/benchmark.py fp8 --work /mnt/disk/bench --size_gb 20
 python applications/benchmark.py grpo --pretrained MODEL --prompt_dataset PROMPTS.jsonl
+python applications/benchmark.py generation
 """
 
 import argparse
@@ -19,6 +20,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     fp8 = subjects.add_parser("fp8", help="FP8 -> BF16: the kernel, and whole checkpoints")
     add_fp8_flags(fp8)
     add_grpo_flags(subjects.add_parser("grpo", help="steps of GRPO: ours, and TRL's GRPOTrainer on the same work"))
+    add_generation_flags(subjects.add_parser("generation", help="completions with and without CUDA graphs"))
     args = parser.parse_args(argv)
     if args.subject == "fp8":
         if not args.size_gb > 0 or not args.baseline_gb > 0:
@@ -68,8 +70,25 @@ def add_grpo_flags(grpo: argparse.ArgumentParser) -> None:
     grpo.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers, step by step")
 
 
+def add_generation_flags(generation: argparse.ArgumentParser) -> None:
+    numbers = {
+        "num_prompts": (64, "prompts, of 30 to 120 random tokens"),
+        "num_generations": (8, "completions of each"),
+        "max_seq_len": (256, "tokens of every completion"),
+    }
+    for name, (default, help) in numbers.items():
+        generation.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
+
+
 def measure(args: argparse.Namespace) -> int:
-    return {"fp8": measure_fp8, "grpo": measure_grpo}[args.subject](args)
+    return {"fp8": measure_fp8, "grpo": measure_grpo, "generation": measure_generation}[args.subject](args)
+
+
+def measure_generation(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import generation
+
+    print(generation.compare(args.num_prompts, args.num_generations, args.max_seq_len))
+    return 0
 
 
 def measure_fp8(args: argparse.Namespace) -> int:

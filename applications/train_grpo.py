@@ -41,6 +41,7 @@ def train(config: GRPOConfig) -> None:
 
     data = load_data(config, plugin, tokenizer)
     reward_model = grpo_setup.make_reward_model(config, data.template)
+    grpo_setup.check_golds(config, reward_model, data)
     config = setup.with_defaults(config, plugin, config.num_steps)
     setup.save_config(config)
 

@@ -230,8 +230,8 @@ def _by_name(reward_functions: Sequence[str | Callable[..., Any]]) -> dict[str, 
         if not callable(function):
             raise ValueError(f"reward_functions holds {reward!r}; expected a name, a dotted path or a function")
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
-        if name in functions:
-            raise ValueError(f"the reward {name} is there twice; give it a weight instead, or another name")
+        if name in functions or function in functions.values():
+            raise ValueError(f"the reward {name} is there twice, if under another name; give it a weight instead")
         functions[name] = function
     return functions
 

@@ -13,15 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from coati_ext.config import flatten_config
 from coati_ext.dataset.conversation_template import ConversationTemplate
 from coati_ext.experience_maker.rollout import Completion, Rollout
-from coati_ext.experience_maker.scoring import RewardModels
+from coati_ext.experience_maker.scoring import RewardModels, score_completions
 from coati_ext.grpo_config import GRPOConfig
 from coati_ext.models.reward import RewardModel, RLVRRewardModel
+from coati_ext.models.reward_score import REWARDS
 from coati_ext.trainer.evaluation import Evaluation
 from coati_ext.trainer.grpo import GRPOTrainer
 from coati_ext.trainer.grpo_data import Data
 from coati_ext.trainer.setup import begin, load_tokenizer, skipped_steps
 from coati_ext.trainer.state import StateKeeper
-from coati_ext.utils.collective import rank_and_size
+from coati_ext.utils.collective import errors_everywhere, rank_and_size
 from coati_ext.utils.launch import print_rank_0
 from coati_ext.utils.metrics import MetricsLogger
 from coati_ext.utils.preflight import tensorboard_path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from colossalai.booster import Booster
 
 _SHOWN_SAMPLES = 4
+_CHECKED_GOLDS = 64
 
 
 def load_grpo_tokenizer(config: GRPOConfig) -> PreTrainedTokenizerBase:
@@ -68,6 +70,40 @@ def make_reward_model(config: GRPOConfig, template: ConversationTemplate) -> Rew
             raise ValueError(f"--rm_pretrain: {error}") from error
         models.append((found, asked.rm_weight))
     return models[0][0] if len(models) == 1 and models[0][1] == 1.0 else models
+
+
+def check_golds(config: GRPOConfig, reward_model: RewardModels, data: Data) -> None:
+    """Read the first golds with the rewards of this project, before anything is drawn; a collective.
+
+    Raises:
+        ValueError: they can read none of them, or a prompt lacks what a reward needs.
+    """
+    names = config.reward.reward_functions
+    own = bool(names) and set(names) <= REWARDS.keys()  # another function may cost anything
+    with errors_everywhere(dist.group.WORLD):
+        if own and dist.get_rank() == 0:
+            rewards = reward_model[0][0] if isinstance(reward_model, list) else reward_model
+            dataset = data.prompts.dataset
+            _read_golds(names, rewards, [dataset[i] for i in range(min(_CHECKED_GOLDS, len(dataset)))])
+
+
+def _read_golds(names: list[str], rewards: RLVRRewardModel, prompts: list[dict[str, Any]]) -> None:
+    num = len(prompts)
+    try:
+        scores = score_completions(rewards, prompts, [""] * num, [False] * num, [0] * num)
+    except RuntimeError as error:
+        raise ValueError(f"--reward_functions: {error}") from error
+    unread = [p for p, score in zip(prompts, scores, strict=True) if score.reason == "gold_unparseable"]
+    if not unread:
+        return
+    line, gold = unread[0]["line"], unread[0]["gt_answer"]
+    text = (
+        f"--reward_functions {' '.join(names)} cannot read the gt_answer of {len(unread)} of the first {num} prompts "
+        f"(line {line}: {gold!r})"
+    )
+    if len(unread) == num:
+        raise ValueError(text)
+    print_rank_0(f"warning: {text}; their completions are left out of training")
 
 
 def make_trainer(

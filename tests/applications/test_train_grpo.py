@@ -130,6 +130,7 @@ def test_full_fine_tuning_writes_a_model(inputs, tmp_path):
         (["--conversation_template_config", "no/such.json"], "--conversation_template_config no/such.json"),
         (["--reward_functions", "nubmer"], "--reward_functions: "),
         (["--reward_functions", "tiny_rewards:nothing"], "--reward_functions: "),
+        (["--reward_functions", "number"], "number cannot read the gt_answer of 12 of the first 12 prompts (line 1: "),
         (["--reward_options", "form_score=1"], "--reward_functions: no reward of tiny_rewards:by_chance takes 'form_"),
         (["--max_length", "65"], "--max_length 65 is more than the model's 64 positions"),
         (["--experience_batch_size", "13"], "--prompt_dataset and --experience_batch_size: a step takes 13 prompts"),

@@ -115,6 +115,7 @@ def test_an_import_error_inside_a_reward_s_module_is_not_hidden(tmp_path, monkey
         (dict(reward_functions=[]), "at least one reward"),
         (dict(reward_functions="gsm8k"), "expected a list"),
         (dict(reward_functions=["gsm8k", "gsm8k"]), "gsm8k is there twice"),
+        (dict(reward_functions=["number", "gsm8k"]), "gsm8k is there twice, if under another name"),
         (dict(reward_functions=[3]), "holds 3"),
         (dict(reward_functions=["gsm8k"], weights=[1, 2]), "expected 1 finite numbers"),
         (dict(reward_functions=["gsm8k"], weights=[float("nan")]), "expected 1 finite"),

@@ -42,7 +42,7 @@ class FullGeminiPlugin(GeminiPlugin):
             raise ValueError(f"--plugin gemini runs in bf16 or fp16, not {precision}; use --plugin zero2")
         if max_norm <= 0:
             raise ValueError("--plugin gemini computes the gradient norm only to clip it; give --grad_clip above 0")
-        self.dtype = _DTYPES[precision]
+        self.precision, self.dtype = precision, _DTYPES[precision]
         super().__init__(
             precision=precision,
             placement_policy=placement_policy,

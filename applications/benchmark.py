@@ -75,6 +75,7 @@ def add_generation_flags(generation: argparse.ArgumentParser) -> None:
         "num_prompts": (64, "prompts, of 30 to 120 random tokens"),
         "num_generations": (8, "completions of each"),
         "max_seq_len": (256, "tokens of every completion"),
+        "num_experts": (0, "of a mixture of experts; 0: a dense model"),
     }
     for name, (default, help) in numbers.items():
         generation.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
@@ -87,7 +88,7 @@ def measure(args: argparse.Namespace) -> int:
 def measure_generation(args: argparse.Namespace) -> int:
     from coati_ext.benchmark import generation
 
-    print(generation.compare(args.num_prompts, args.num_generations, args.max_seq_len))
+    print(generation.compare(args.num_prompts, args.num_generations, args.max_seq_len, args.num_experts))
     return 0
 
 

@@ -8,7 +8,7 @@ from turn to turn is read from tensors: the column that a step writes, each row'
 Rows beyond the batch's, and rows that have ended, step along unread. Columns not written yet, and those left of a row's
 first token, are masked by a 4-D mask that transformers passes on as it is.
 
-Left out: expert parallelism and MoE blocks (counting the tokens of each expert waits for the device), tensor
+Left out: expert parallelism (its all-to-all has to know how many rows come), experts that are not in bf16, tensor
 parallelism, windows and linear attention. `can_capture` names them. The same step runs without a graph on a CPU.
 
 Legend: R rows of the room, S its columns, V vocabulary, G query heads that share keys.
@@ -57,8 +57,15 @@ def _why_not(model: PreTrainedModel, group: dist.ProcessGroup | None) -> str | N
         return "ranks of a group call the model in step"
     if any(isinstance(module, TensorParallelLinear | TensorParallelLoraLinear) for module in modules):
         return f"{name} is under tensor parallelism"
-    if any(isinstance(module, MoeExperts) or is_experts_module(module) for module in modules):
-        return f"{name} has routed experts, whose tokens are counted with the host waiting"
+    if any(is_experts_module(module) and not isinstance(module, MoeExperts) for module in modules):
+        return f"{name} has experts modules of transformers; `shard_experts` puts ours in their place"
+    for experts in (module for module in modules if isinstance(module, MoeExperts)):
+        if experts.gate_up_proj.dtype != torch.bfloat16:
+            return (
+                f"{name} has experts in {experts.gate_up_proj.dtype}: torch multiplies groups without waiting in bf16"
+            )
+        if experts.ep_group is not None and dist.get_world_size(experts.ep_group) > 1:
+            return f"{name} is under expert parallelism"
     if any(type(parameter) not in (nn.Parameter, torch.Tensor) for parameter in parameters):
         return f"{name} has parameters that are no plain tensors: a plugin moves or gathers them"
     if torch.is_autocast_enabled("cuda"):

@@ -153,7 +153,3 @@ def _draw(
         noise_BK = gumbel_noise(noise_of_step(key_B, step_B), token_BK)
         place_B1 = (log_probs_BK + noise_BK).argmax(-1, keepdim=True)
     return token_BK.gather(1, place_B1)[:, 0], log_probs_BK.gather(1, place_B1)[:, 0]
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # zeros come in, where `>>` brings copies of the sign

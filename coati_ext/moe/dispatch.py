@@ -36,13 +36,17 @@ class DispatchPlan:
 def plan_dispatch(
     top_k_index_TK: torch.Tensor, num_experts: int, ep_group: dist.ProcessGroup | None = None
 ) -> DispatchPlan:
-    """Sort the routed rows by expert and agree with the EP group on who gets how many (one host synchronisation)."""
-    expert_N = top_k_index_TK.reshape(-1)
-    send_order_N = torch.argsort(expert_N, stable=True)
-    counts_E = torch.bincount(expert_N, minlength=num_experts)
+    """Sort the routed rows by expert and agree with the EP group on who gets how many.
+
+    The host waits for the device once; without an EP group never.
+    """
+    expert_N, send_order_N = top_k_index_TK.reshape(-1).sort(stable=True)
+    # Not bincount, which waits for the device: without an EP group this can be part of a CUDA graph.
+    ends_E = torch.searchsorted(expert_N, torch.arange(num_experts, device=expert_N.device), right=True)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     ep_size = dist.get_world_size(ep_group) if ep_group is not None else 1
     if ep_size == 1:
-        return DispatchPlan(send_order_N=send_order_N, counts_E=counts_E, offs_L=counts_E.cumsum(0, dtype=torch.int32))
+        return DispatchPlan(send_order_N=send_order_N, counts_E=counts_E, offs_L=ends_E.int())
     received = torch.empty_like(counts_E)
     dist.all_to_all_single(received, counts_E, group=ep_group)
     send_splits, recv_splits = torch.stack(

@@ -27,7 +27,9 @@ _BUILT_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "i
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Whether this is a stacked-experts module of transformers 5 (of whatever layout)."""
+    """Whether this is a stacked-experts module of transformers 5 (of whatever layout), or `MoeExperts`."""
+    if isinstance(module, nn.ParameterDict):  # the factors of LoRA bear the same names
+        return False
     stacked = [getattr(module, name, None) for name in ("gate_up_proj", "up_proj")]
     down = getattr(module, "down_proj", None)
     return any(

@@ -13,6 +13,7 @@ from coati_ext.models import decode_graph, fixed_cache
 from coati_ext.models.decode_graph import StaticStep, can_capture
 from coati_ext.models.generation import Completions, Sampling, generate
 from coati_ext.models.lora import inject_lora
+from coati_ext.moe.experts import MoeExperts
 
 pytestmark = pytest.mark.gpu
 
@@ -118,9 +119,42 @@ def test_nothing_stays_allocated(captures):
     assert torch.cuda.memory_allocated() - before < 2**20
 
 
-def test_routed_experts_are_named():
-    graphs, reason = can_capture(tiny_model("mixtral").cuda())
-    assert not graphs and "routed experts" in reason
+def mixture(family: str, dtype: torch.dtype) -> nn.Module:
+    model = tiny_model(family, max_position_embeddings=512).to("cuda", dtype)
+    inject_lora(model, lora_config(["all"]))
+    randomise_lora_B(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_draw_from_the_model_s_distribution(captures, family):
+    """In bf16, the log-prob of each token against that of one forward over all of them, as they are without graphs."""
+    model = mixture(family, torch.bfloat16)
+    routed = [m.tokens_per_expert_E.clone() for m in model.modules() if isinstance(m, MoeExperts)]
+    drawn = {graphs: draw(model, graphs) for graphs in (False, True)}
+    after = [m.tokens_per_expert_E.clone() for m in model.modules() if isinstance(m, MoeExperts)]
+    assert routed and all(torch.equal(a, b) for a, b in zip(routed, after, strict=True))
+    errors = {graphs: log_prob_errors(model, drawn[graphs]) for graphs in drawn}
+    assert captures and len(errors[True]) > 500
+    assert errors[True].mean() < 1.2 * errors[False].mean() + 1e-3 < 0.2, {k: e.mean() for k, e in errors.items()}
+
+
+@torch.no_grad()
+def log_prob_errors(model: nn.Module, found: Completions) -> torch.Tensor:
+    errors = []
+    for number, (ids, log_probs) in enumerate(zip(found.ids, found.log_probs, strict=True)):
+        prompt = PROMPTS[number // 4]
+        logits = model(torch.tensor([prompt + ids], device="cuda"), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        exact = logits.float().log_softmax(-1).gather(1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
+        errors.append((exact.cpu() - torch.tensor(log_probs)).abs())
+    return torch.cat(errors)
+
+
+def test_experts_whose_products_wait_are_named():
+    graphs, reason = can_capture(mixture("mixtral", torch.float32))
+    assert not graphs and "experts in torch.float32" in reason
+    assert can_capture(mixture("mixtral", torch.bfloat16)) == (True, "")
+    assert "experts modules of transformers" in can_capture(tiny_model("mixtral").cuda())[1]
     assert can_capture(small_model()) == (True, "")
 
 

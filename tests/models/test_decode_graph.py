@@ -269,7 +269,7 @@ def sharded() -> str:
 @pytest.mark.parametrize(
     "family, change, reason",
     [
-        ("mixtral", {}, "MixtralForCausalLM has routed experts"),
+        ("mixtral", {}, "MixtralForCausalLM has experts modules of transformers"),
         (
             "exaone_moe",
             {"mlp_layer_types": ["dense"] * 3},
@@ -282,6 +282,15 @@ def sharded() -> str:
 def test_what_cannot_be_captured_is_named(family, change, reason):
     graphs, found = can_capture(tiny_model(family, **change))
     assert not graphs and reason in found
+
+
+@pytest.mark.parametrize(
+    "dtype, reason", [(torch.float32, "experts in torch.float32"), (torch.bfloat16, "is not on one CUDA device")]
+)
+def test_experts_with_adapters_can_be_captured_in_bf16(dtype, reason):
+    model = tiny_model("mixtral").to(dtype)
+    inject_lora(model, lora_config(["all"]))
+    assert reason in can_capture(model)[1]
 
 
 def test_ranks_that_call_the_model_together_and_slices_of_weights_are_named():

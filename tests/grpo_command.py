@@ -49,10 +49,22 @@ def write_prompts(file: Path, chats: list[tuple[str, str]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def start(inputs: Path, run_dir: Path, *flags: str, processes: int = 1, environment: dict | None = None):
-    """The running command: 2 prompts of 4 completions a collection, of at most 8 tokens."""
-    launcher = []
-    if processes > 1:
+def start(
+    inputs: Path,
+    run_dir: Path,
+    *flags: str,
+    processes: int = 1,
+    launcher: list[str] | None = None,
+    environment: dict | None = None,
+):
+    """The running command: 2 prompts of 4 completions a collection, of at most 8 tokens; without GPUs.
+
+    Args:
+        launcher: of several processes; default `coati_ext run`.
+        environment: added to that of the command.
+    """
+    launcher = launcher or []
+    if processes > 1 and not launcher:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])

@@ -6,6 +6,7 @@ network transport (TCP over the loopback interface): right and slow, as between 
 
 import os
 import runpy
+import socket
 import sys
 
 
@@ -19,7 +20,10 @@ def two_ranks() -> list[str]:
     import torch
 
     shared = ["tests/gpu/share_gpu.py"] if torch.cuda.device_count() < 2 else []
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *shared]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, *shared]
 
 
 if __name__ == "__main__":

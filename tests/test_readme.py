@@ -1,5 +1,6 @@
 """The README's example and commands are true."""
 
+import argparse
 import dataclasses
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from model_dir import make_model_dir
 
+from applications import benchmark
 from coati_ext.cli import parse_config
 from coati_ext.config import FinetuneConfig
 from coati_ext.grpo_config import GRPOConfig
@@ -74,6 +76,9 @@ def test_the_grpo_command_parses():
 def test_the_grpo_page_names_flags_and_metrics_that_exist():
     page = (ROOT / "docs" / "grpo.md").read_text()
     flags = {f"--{name}" for name in flatten_fields(GRPOConfig)} | {f"--{name}" for name in GRPOConfig.ALIASES}
+    for add_flags in (benchmark.add_grpo_flags, benchmark.add_generation_flags):  # commands that the page shows too
+        add_flags(parser := argparse.ArgumentParser())
+        flags |= parser._option_string_actions.keys()
     own = page.replace("applications/prepare_dataset.py", "\0")
     used = {flag for line in own.splitlines() if "\0" not in line for flag in re.findall(r"--[a-z_]+", line)}
     assert not used - flags

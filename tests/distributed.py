@@ -19,6 +19,13 @@ from typing import Any
 TIMEOUT_S = 240
 
 
+def free_port() -> int:
+    """Of this host; nobody has it at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class ProcessPool:
     def __init__(self, size: int, device: str):
         self.size, self.device = size, device
@@ -47,9 +54,7 @@ class ProcessPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -2,11 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from distributed import free_port
 from model_dir import CHATS, make_model_dir
 
 ROOT = Path(__file__).parents[1]
@@ -65,9 +65,7 @@ def start(
     """
     launcher = launcher or []
     if processes > 1 and not launcher:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         launcher = ["-m", "coati_ext.compat.launcher", "run", "--nproc_per_node", str(processes), "--master_port", port]
     command = [
         sys.executable, *launcher, "applications/train_grpo.py",

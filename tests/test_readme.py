@@ -1,6 +1,5 @@
 """The README's example and commands are true."""
 
-import argparse
 import dataclasses
 import os
 import re
@@ -76,12 +75,11 @@ def test_the_grpo_command_parses():
 def test_the_grpo_page_names_flags_and_metrics_that_exist():
     page = (ROOT / "docs" / "grpo.md").read_text()
     flags = {f"--{name}" for name in flatten_fields(GRPOConfig)} | {f"--{name}" for name in GRPOConfig.ALIASES}
-    for add_flags in (benchmark.add_grpo_flags, benchmark.add_generation_flags):  # commands that the page shows too
-        add_flags(parser := argparse.ArgumentParser())
-        flags |= parser._option_string_actions.keys()
-    own = page.replace("applications/prepare_dataset.py", "\0")
+    own = page.replace("applications/prepare_dataset.py", "\0").replace("applications/benchmark.py", "\0")
     used = {flag for line in own.splitlines() if "\0" not in line for flag in re.findall(r"--[a-z_]+", line)}
     assert not used - flags
+    measured = [line.split()[2:] for line in page.splitlines() if line.startswith("python applications/benchmark.py")]
+    assert [benchmark.parse(line).subject for line in measured] == ["generation"] * 2 + ["grpo"] * 2
 
 
 def flatten_fields(config_class: type) -> set[str]:

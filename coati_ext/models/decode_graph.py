@@ -61,9 +61,7 @@ def _why_not(model: PreTrainedModel, group: dist.ProcessGroup | None) -> str | N
         return f"{name} has experts modules of transformers; `shard_experts` puts ours in their place"
     for experts in (module for module in modules if isinstance(module, MoeExperts)):
         if experts.gate_up_proj.dtype != torch.bfloat16:
-            return (
-                f"{name} has experts in {experts.gate_up_proj.dtype}: torch multiplies groups without waiting in bf16"
-            )
+            return f"{name} has experts in {experts.gate_up_proj.dtype}, whose products wait for the host; use bf16"
         if experts.ep_group is not None and dist.get_world_size(experts.ep_group) > 1:
             return f"{name} is under expert parallelism"
     if any(type(parameter) not in (nn.Parameter, torch.Tensor) for parameter in parameters):

@@ -94,7 +94,7 @@ def generate(
             `group`.
     """
     with errors_everywhere(group):
-        inner = _causal_lm(model)
+        inner = causal_lm(model)
         numbers = list(range(len(prompts))) if prompt_numbers is None else prompt_numbers
         _check(inner, prompts, sampling, numbers, num_samples, batch_size)
         graphs, reason = can_capture(inner, group=group)
@@ -144,7 +144,7 @@ def _any_left(engine: DecodeEngine, group: dist.ProcessGroup | None) -> bool:
     return left > 0
 
 
-def _causal_lm(model: nn.Module) -> PreTrainedModel:
+def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside whatever wraps it."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:

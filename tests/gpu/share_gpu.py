@@ -6,7 +6,6 @@ network transport (TCP over the loopback interface): right and slow, as between 
 
 import os
 import runpy
-import socket
 import sys
 
 
@@ -18,12 +17,11 @@ def share_gpu(rank: int) -> None:
 def two_ranks() -> list[str]:
     """The start of a command that runs a script on two ranks, on one GPU each where there are two."""
     import torch
+    from distributed import free_port
 
     shared = ["tests/gpu/share_gpu.py"] if torch.cuda.device_count() < 2 else []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, *shared]
+    port = ["--master_port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *port, *shared]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ FLAGS = [
     "-n", "4", "--experience_batch_size", "4", "--train_batch_size", "8", "--kl_coef", "0.05",
     "--log_samples_interval", "1",
 ]  # fmt: skip
-WITHOUT_GRAPHS = "generation goes on without CUDA graphs"
 GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1" if torch.cuda.device_count() > 1 else "0")}
 
 
@@ -46,9 +45,10 @@ def assert_same_run(found: list[dict], expected: list[dict]) -> None:
 @pytest.mark.gpu
 def test_an_fp32_run_is_the_run_of_the_cpu(inputs, tmp_path):
     flags = ["--mixed_precision", "fp32"]
-    found, completions, _ = run(inputs, tmp_path / "gpu", *flags)
+    found, completions, printed = run(inputs, tmp_path / "gpu", *flags)
     expected, on_cpu, _ = run(inputs, tmp_path / "cpu", *flags, gpu=False)
     assert completions == on_cpu
+    assert "decoding without CUDA graphs: " in printed and "experts in torch.float32" in printed
     assert_same_run(found, expected)
 
 
@@ -57,7 +57,7 @@ def test_a_bf16_run_draws_with_cuda_graphs_from_the_policy_that_it_trains(inputs
     found, _, printed = run(
         inputs, tmp_path / "run", "--max_length", "64", "--max_seq_len", "36", "--stop_strings", "zzz"
     )
-    assert WITHOUT_GRAPHS not in printed
+    assert "\ndecoding with CUDA graphs\n" in printed and "generation goes on without CUDA graphs" not in printed
     for row in found:
         assert row["ratio"] == row["ratio_max"] == 1  # one step on each experience
         assert 0 <= row["mismatch_kl"] < 1e-3 and row["mismatch_kl_max"] < 0.3, row  # of bf16

@@ -25,6 +25,7 @@ from coati_ext.models.generation import Completions, Sampling, generate
 from coati_ext.models.kv_cache import adopt_cache, join_caches, select_rows
 from coati_ext.models.lora import inject_lora
 from coati_ext.models.tensor_parallel import shard_tensor_parallel
+from coati_ext.moe.experts import shard_experts
 from tests.models.test_generation import byte_tokenizer
 
 LENGTHS = (3, 9, 5, 9, 1)
@@ -260,10 +261,12 @@ def test_a_model_on_a_cpu_is_refused():
         draw(tiny_model("llama"), True)
 
 
-def sharded() -> str:
+def sharded() -> tuple[str, str]:
     model = tiny_model("llama")
     shard_tensor_parallel(model, dist.group.WORLD)
-    return can_capture(model)[1]
+    experts = tiny_model("mixtral").bfloat16()
+    shard_experts(experts, dist.group.WORLD)
+    return can_capture(model)[1], can_capture(experts)[1]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,10 @@ def test_experts_with_adapters_can_be_captured_in_bf16(dtype, reason):
 
 def test_ranks_that_call_the_model_together_and_slices_of_weights_are_named():
     assert can_capture(tiny_model("llama"), group=SimpleNamespace())[1].startswith("ranks of a group")
-    assert pool(2).run(sharded) == ["LlamaForCausalLM is under tensor parallelism"] * 2
+    assert (
+        pool(2).run(sharded)
+        == [("LlamaForCausalLM is under tensor parallelism", "MixtralForCausalLM is under expert parallelism")] * 2
+    )
 
 
 def test_parameters_that_are_no_plain_tensors_are_named():

@@ -78,7 +78,7 @@ class RawPromptDataset(LineDataset):
         self.notices = [*self._renderer.notices, *self._find_notices()]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"input_ids": list of int, "text", "gt_answer", "metadata": other keys of the line, "line"}."""
+        """{"input_ids": list of int, "text", "gt_answer", "metadata": other keys of the line, "source": FILE:LINE}."""
         index, start, end = self._bounds(index)
         prompt = self._prompts[index]
         return {
@@ -86,7 +86,7 @@ class RawPromptDataset(LineDataset):
             "text": self._texts[index],
             "gt_answer": prompt.gt_answer,
             "metadata": prompt.metadata,
-            "line": prompt.line,
+            "source": f"{self.input_file}:{prompt.line}",
         }
 
     def fingerprint(self) -> str:
@@ -102,7 +102,7 @@ class RawPromptDataset(LineDataset):
         item = self[index]
         text = self.tokenizer.decode(item["input_ids"], skip_special_tokens=False)
         gold = json.dumps(item["gt_answer"], ensure_ascii=False)
-        return f"prompt {index} (line {item['line']}): {len(item['input_ids'])} tokens, gt_answer {gold}\n{text}"
+        return f"prompt {index} ({item['source']}): {len(item['input_ids'])} tokens, gt_answer {gold}\n{text}"
 
     def _read(self, on_error: OnError) -> Iterator[Prompt]:
         return iter_prompts(self.input_file, require_gold=self.require_gold, on_error=on_error)

@@ -26,14 +26,17 @@ def score_completions(
 
     Raises:
         ValueError: a reward lacks what it needs.
-        RuntimeError: a reward failed; the text names it and the sample.
+        RuntimeError: a reward failed; the text names it and the prompt's file and line.
     """
     if not completions:
         return []
     if isinstance(reward_model, RLVRRewardModel):
         golds = [prompt["gt_answer"] for prompt in prompts]
         metadata = [prompt["metadata"] for prompt in prompts]
-        return reward_model(completions, golds, truncated=truncated, lengths=lengths, metadata=metadata)
+        sources = [prompt["source"] for prompt in prompts]
+        return reward_model(
+            completions, golds, truncated=truncated, lengths=lengths, metadata=metadata, sources=sources
+        )
     if isinstance(reward_model, RewardModel):
         values = reward_model([prompt["text"] for prompt in prompts], completions)
         return [_of_model(value) for value in values]

@@ -80,6 +80,7 @@ class RLVRRewardModel:
         truncated: Sequence[bool] | None = None,
         lengths: Sequence[int] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        sources: Sequence[str] | None = None,
     ) -> list[Score]:
         """One score a completion, in their order.
 
@@ -88,12 +89,13 @@ class RLVRRewardModel:
             truncated: whether each was cut at the token limit; false by default.
             lengths: tokens of each; needed by the rewards of length.
             metadata: other keys of each prompt's line.
+            sources: where each prompt is from, for errors.
 
         Raises:
             ValueError: lists of unlike lengths, or a reward that needs `lengths` without them.
             RuntimeError: a reward failed; the text names it and the sample. No failure is taken for a reward of 0.
         """
-        given = {"golds": golds, "truncated": truncated, "lengths": lengths, "metadata": metadata}
+        given = {"golds": golds, "truncated": truncated, "lengths": lengths, "metadata": metadata, "sources": sources}
         for name, values in given.items():
             if values is not None and len(values) != len(completions):
                 raise ValueError(f"{name} has {len(values)} entries for {len(completions)} completions")
@@ -108,9 +110,8 @@ class RLVRRewardModel:
                 "length": None if lengths is None else int(lengths[index]),
                 "metadata": {} if metadata is None else metadata[index],
             }
-            scores = {
-                name: self._one(name, index, completions[index], golds[index], sample) for name in self._functions
-            }
+            what = f"sample {index}" if sources is None else f"sample {index} ({sources[index]})"
+            scores = {name: self._one(name, what, completions[index], golds[index], sample) for name in self._functions}
             return add_scores(scores, self.weights)
 
         if not self._slow or self.num_workers == 1 or len(completions) < 2:
@@ -122,12 +123,12 @@ class RLVRRewardModel:
         """End the grader processes; they start again when they are needed."""
         self._pool.close()
 
-    def _one(self, name: str, index: int, completion: str, gold: Any, sample: dict[str, Any]) -> Score:
+    def _one(self, name: str, what: str, completion: str, gold: Any, sample: dict[str, Any]) -> Score:
         keywords = {key: value for key, value in sample.items() if key in self._accepted[name]}
         try:
             return _as_score(self._functions[name](completion, gold, **self._settings[name], **keywords))
         except Exception as error:
-            raise RuntimeError(f"reward {name} failed on sample {index}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"reward {name} failed on {what}: {type(error).__name__}: {error}") from error
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         takes = {key for accepted in self._accepted.values() for key in accepted} - _PER_SAMPLE - {"pool"}
@@ -273,7 +274,7 @@ def _as_score(value: Any) -> Score:
     if isinstance(value, Score):
         return value
     if value is None:
-        return not_scorable("gold_unparseable")
+        return not_scorable("not_scorable")
     number = float(value)
     accuracy = number if isinstance(value, bool) else None
     return Score(score=number, accuracy=accuracy, parts={"score": number}, reason="correct" if number > 0 else "wrong")

@@ -1,6 +1,5 @@
 """The steps of a GRPO command between its flags and its trainer, beside those that fine-tuning has too."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +97,10 @@ def _read_golds(names: list[str], rewards: RLVRRewardModel, prompts: list[dict[s
     unread = [p for p, score in zip(prompts, scores, strict=True) if score.reason == "gold_unparseable"]
     if not unread:
         return
-    line, gold = unread[0]["line"], unread[0]["gt_answer"]
+    first = unread[0]
     text = (
         f"--reward_functions {' '.join(names)} cannot read the gt_answer of {len(unread)} of the first {num} prompts "
-        f"(line {line}: {gold!r})"
+        f"({first['source']}: {first['gt_answer']!r})"
     )
     if len(unread) == num:
         raise ValueError(text)
@@ -213,7 +212,6 @@ def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None,
         wandb_settings=flatten_config(config) if output.use_wandb else None,
     )
     samples = SamplesLog(save_dir / SAMPLES_FILE, interval=output.log_samples_interval, enabled=main)
-    start = time.perf_counter()
 
     def evaluate(title: str) -> dict[str, float]:
         found = evaluation(trainer.dp_group)
@@ -251,7 +249,7 @@ def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None,
         "stopped": keeper.stopped_by is not None,
         "episodes": trainer.episode,
         "steps": trainer.num_updates,
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(keeper.seconds, 1),
         "skipped": skipped_steps(trainer),
     }
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -264,7 +263,6 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
     )
     begin(keeper, config.output.resume, save_dir, (METRICS_FILE,), lambda: trainer.step)
     logger = MetricsLogger(tensorboard_path(config.output), metrics, enabled=main, first_step=trainer.step + 1)
-    start = time.perf_counter()
     try:
         with keeper:
             trainer.fit(logger, show_progress=main, after_step=keeper.after_step)
@@ -274,7 +272,7 @@ def fit(config: FinetuneConfig, trainer: SFTTrainer, dataset: RawConversationDat
         "steps": trainer.step,
         "loss_first": trainer.loss_first,
         "loss_last": trainer.loss_last,
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(keeper.seconds, 1),
         "memory_gb": round(peak_memory_gb(), 2),
         "skipped": skipped_steps(trainer),
         "stopped": keeper.stopped_by is not None,

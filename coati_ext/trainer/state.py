@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class StateKeeper:
         save_dir: of the run; states go to its folder checkpoints.
         settings: the run's resolved flags; a continuation is told which of them differ.
         data_fingerprint: of the data set; a continuation must have the same.
+
+    Attributes:
+        seconds: since it was made, and before the states that were taken up were saved.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class StateKeeper:
         self.save_interval, self.keep_last = save_interval, keep_last
         self.guard = PreemptionGuard()
         self.stopped_by: str | None = None
+        self._start = time.perf_counter()
 
     def __enter__(self) -> "StateKeeper":
         self.guard.__enter__()
@@ -53,6 +58,10 @@ class StateKeeper:
 
     def __exit__(self, *exception: Any) -> None:
         self.guard.__exit__(*exception)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
 
     def after_step(self, trainer: StepTrainer) -> bool:
         """The `after_step` of a trainer's `fit`: whether to stop."""
@@ -79,6 +88,7 @@ class StateKeeper:
             "data_fingerprint": self.data_fingerprint,
             "resumes_with": {what: value for what, (value, _) in trainer.resumes_with.items()},
             "num_steps": trainer.num_steps,
+            "seconds": self.seconds,
             "trainer": trainer.shared_state(),
             "lr_schedule_position": trainer.lr_scheduler.last_epoch,
             **trainer.optimizer.shared_state(),
@@ -114,6 +124,7 @@ class StateKeeper:
         trainer.optimizer.load_state(saved)
         _set_position(trainer.lr_scheduler, saved.shared_state["lr_schedule_position"])
         trainer.step = saved.step
+        self._start -= saved.shared_state.get("seconds", 0.0)  # not in states of older versions
         trainer.load_shared_state(saved.shared_state["trainer"])
         own = saved.rank_state(dist.get_rank())
         trainer.load_rank_state(None if own is None else own["trainer"])

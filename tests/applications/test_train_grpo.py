@@ -130,7 +130,7 @@ def test_full_fine_tuning_writes_a_model(inputs, tmp_path):
         (["--conversation_template_config", "no/such.json"], "--conversation_template_config no/such.json"),
         (["--reward_functions", "nubmer"], "--reward_functions: "),
         (["--reward_functions", "tiny_rewards:nothing"], "--reward_functions: "),
-        (["--reward_functions", "number"], "number cannot read the gt_answer of 12 of the first 12 prompts (line 1: "),
+        (["--reward_functions", "number"], "number cannot read the gt_answer of 12 of the first 12 prompts ("),
         (["--reward_options", "form_score=1"], "--reward_functions: no reward of tiny_rewards:by_chance takes 'form_"),
         (["--max_length", "65"], "--max_length 65 is more than the model's 64 positions"),
         (["--experience_batch_size", "13"], "--prompt_dataset and --experience_batch_size: a step takes 13 prompts"),
@@ -158,7 +158,9 @@ def test_a_broken_line_of_prompts_is_named(inputs, tmp_path):
 def test_a_reward_that_fails_on_one_rank_ends_both(inputs, tmp_path):
     flags = ["--reward_functions", "tiny_rewards:raising_on_rank_1", "--ep", "2"]
     _, err = end(start(inputs, tmp_path / "run", *flags, processes=2), status=1, timeout=60)
-    assert "reward tiny_rewards:raising_on_rank_1 failed on sample 0: ZeroDivisionError: a reward with a fault" in err
+    where = f"sample 0 ({inputs / 'prompts.jsonl'}:"
+    assert f"reward tiny_rewards:raising_on_rank_1 failed on {where}" in err
+    assert ": ZeroDivisionError: a reward with a fault" in err
     assert not (tmp_path / "run" / "lora").exists()
 
 

@@ -35,13 +35,13 @@ def test_ids_are_those_of_the_chat_template_with_its_generation_prompt(name, mes
 def test_an_item_has_the_gold_the_line_and_the_other_keys(tokenizer, write_jsonl):
     path = write_jsonl("", {**PROMPT, "gt_answer": [1, 2], "reward": "number", "id": 7}, PROMPT)
     data = RawPromptDataset(tokenizer, path, 512)
-    assert data[0].keys() == {"input_ids", "text", "gt_answer", "metadata", "line"}
-    assert (data[0]["gt_answer"], data[0]["metadata"], data[0]["line"]) == (
+    assert data[0].keys() == {"input_ids", "text", "gt_answer", "metadata", "source"}
+    assert (data[0]["gt_answer"], data[0]["metadata"], data[0]["source"]) == (
         [1, 2],
         {"reward": "number", "id": 7},
-        2,
+        f"{path}:2",
     )
-    assert (data[-1]["gt_answer"], data[-1]["metadata"], data[-1]["line"]) == ("mammal", {}, 3)
+    assert (data[-1]["gt_answer"], data[-1]["metadata"], data[-1]["source"]) == ("mammal", {}, f"{path}:3")
     assert all(type(token) is int for token in data[0]["input_ids"])
     with pytest.raises(IndexError, match="prompt 2 of 2"):
         data[2]
@@ -50,10 +50,10 @@ def test_an_item_has_the_gold_the_line_and_the_other_keys(tokenizer, write_jsonl
 def test_too_long_prompts_are_dropped_whole_and_counted(tokenizer, write_jsonl):
     path = write_jsonl(LONG, PROMPT, LONG)
     data = RawPromptDataset(tokenizer, path, 30)
-    assert (len(data), data.num_dropped, data.num_lines, data[0]["line"]) == (1, 2, 3, 2)
+    assert (len(data), data.num_dropped, data.num_lines, data[0]["source"]) == (1, 2, 3, f"{path}:2")
     assert "2 dropped, longer than 30 tokens (first: line 1, " in data.summary()
     exact = RawPromptDataset(tokenizer, write_jsonl(PROMPT), data.num_tokens)
-    assert exact[0] == {**data[0], "line": 1}
+    assert exact[0] == {**data[0], "source": f"{exact.input_file}:1"}
     with pytest.raises(ValueError, match=r"no usable prompt. 1 lines -> 0 prompts, 1 dropped.*Raise max_length"):
         RawPromptDataset(tokenizer, write_jsonl(PROMPT), data.num_tokens - 1)
 
@@ -205,7 +205,7 @@ def test_summary_and_sample_say_what_the_model_meets(tokenizer_for, write_jsonl)
         "'You are a helpful AI assistant named SmolLM, trained by Hugging Face'"
     )
     header, _, text = data.show_sample().partition("\n")
-    assert header == f'prompt 0 (line 1): {len(data[0]["input_ids"])} tokens, gt_answer "mammal"'
+    assert header == f'prompt 0 ({data.input_file}:1): {len(data[0]["input_ids"])} tokens, gt_answer "mammal"'
     assert text == data[0]["text"] and text.endswith("<|im_start|>assistant\n")
 
 

@@ -14,6 +14,6 @@ def test_no_prompts_give_no_completions(tmp_path):
     rollout = Rollout(AutoModelForCausalLM.from_pretrained(base), RLVRRewardModel(["number"]), tokenizer)
     sampling = Sampling(max_new_tokens=2, stop_ids=(tokenizer.eos_token_id,))
     assert rollout([], sampling, 2) == []
-    prompt = {"input_ids": [5, 6], "number": 0, "gt_answer": "1", "metadata": {}, "text": "q"}
+    prompt = {"input_ids": [5, 6], "number": 0, "gt_answer": "1", "metadata": {}, "text": "q", "source": "p.jsonl:1"}
     (group,) = rollout([prompt], sampling, 2)
     assert len(group) == 2 and all(len(completion.ids) <= 2 for completion in group)

@@ -5,7 +5,7 @@ import pytest
 from coati_ext.experience_maker.scoring import score_completions
 from coati_ext.models.reward import RewardModel, RLVRRewardModel
 
-PROMPTS = [{"text": "1 + 1?", "gt_answer": "2", "metadata": {"level": 3}}] * 3
+PROMPTS = [{"text": "1 + 1?", "gt_answer": "2", "metadata": {"level": 3}, "source": "p.jsonl:1"}] * 3
 ANSWERS = ["#### 2", "#### 3", "two"]
 
 
@@ -48,7 +48,7 @@ def test_both_are_added_with_their_weights_and_accuracy_is_that_of_the_answers()
 
 def test_what_cannot_be_graded_has_no_score_whatever_the_model_says():
     (only,) = score([(RLVRRewardModel([lambda completion, gold: None]), 1.0), (Constant(), 1.0)], ["x"])
-    assert only.score is None and only.reason == "gold_unparseable"
+    assert only.score is None and only.reason == "not_scorable"
 
 
 def test_no_completions_need_no_model():

@@ -59,12 +59,15 @@ def test_a_sample_that_one_reward_cannot_score_has_no_score():
     scores = RLVRRewardModel(["number", length_of])(["#### 4", "#### 4"], ["4", None])
     assert scores[1] == Score(score=None, accuracy=None, parts={}, reason="gold_unparseable")
     assert scores[0].score == 16.0
-    assert RLVRRewardModel([says_nothing])(["x"], ["y"])[0].score is None
+    said = RLVRRewardModel([says_nothing])(["x"], ["y"])[0]
+    assert said.score is None and said.reason == "not_scorable"
 
 
 def test_a_reward_that_fails_is_an_error_that_names_it_and_the_sample():
     with pytest.raises(RuntimeError, match="reward fails failed on sample 0: KeyError: 'gone'"):
         RLVRRewardModel([fails])(["x"], ["y"])
+    with pytest.raises(RuntimeError, match=r"failed on sample 0 \(p.jsonl:7\): KeyError"):
+        RLVRRewardModel([fails])(["x"], ["y"], sources=["p.jsonl:7"])
 
 
 def test_a_number_that_is_not_finite_is_an_error():
@@ -165,6 +168,7 @@ def test_rates_name_every_reason_and_what_was_left_out():
         "no_answer": 0.0,
         "bad_format": 0.0,
         "gold_unparseable": 0.0,
+        "not_scorable": 0.0,
         "timeout": 0.5,
         "truncated": 0.0,
         "unscored": 0.5,

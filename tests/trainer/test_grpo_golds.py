@@ -13,7 +13,10 @@ def check(golds: list, reward: str = "number", **metadata):
     from coati_ext.models.reward_score import REWARDS
     from coati_ext.trainer.grpo_setup import check_golds
 
-    prompts = [{"gt_answer": gold, "line": n, "text": "?", "metadata": metadata} for n, gold in enumerate(golds, 1)]
+    prompts = [
+        {"gt_answer": gold, "source": f"p.jsonl:{n}", "text": "?", "metadata": metadata}
+        for n, gold in enumerate(golds, 1)
+    ]
     config = SimpleNamespace(reward=SimpleNamespace(reward_functions=[reward]))
     data = SimpleNamespace(prompts=SimpleNamespace(dataset=prompts))
     model = RLVRRewardModel([reward]) if reward in REWARDS or dist.get_rank() == 0 else None
@@ -25,7 +28,7 @@ def check(golds: list, reward: str = "number", **metadata):
 
 def test_a_reward_that_reads_none_of_them_ends_the_run_on_all_ranks():
     first, second = pool(2).run(check, ["Paris", "Rome"])
-    text = "--reward_functions number cannot read the gt_answer of 2 of the first 2 prompts (line 1: 'Paris')"
+    text = "--reward_functions number cannot read the gt_answer of 2 of the first 2 prompts (p.jsonl:1: 'Paris')"
     assert first == text and second == f"rank 0: {text}"
 
 

@@ -51,18 +51,20 @@ def new_trainer(prompts: str, layout: Layout, num_prompts: int = 2, **settings):
 
 def run(prompts: str, folder: str, layout: Layout, ticks_at_a_time: int) -> dict:
     """To its end, by new objects every so many ticks."""
-    logger, starts, shown = Metrics(), 0, {}
+    logger, starts, shown, seconds = Metrics(), 0, {}, 0.0
     while True:
         boosted, trainer = new_trainer(prompts, layout)
         keeper = keeper_of(trainer, folder)
         resumed = keeper.resume("latest")
-        assert resumed == (starts > 0)
+        assert resumed == (starts > 0) and keeper.seconds > seconds  # of the launches before too
         logger.rows = [row for row in logger.rows if row["step"] <= trainer.episode]
         first, starts = trainer.step, starts + 1
 
         def after_tick(trainer, keeper=keeper, first=first) -> bool:
             stop = trainer.step - first == ticks_at_a_time
             if stop:
+                nonlocal seconds
+                seconds = keeper.seconds
                 keeper.save()
             return stop
 

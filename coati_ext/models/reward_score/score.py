@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Reason = Literal["correct", "wrong", "no_answer", "bad_format", "gold_unparseable", "timeout", "truncated"]
+Reason = Literal[
+    "correct", "wrong", "no_answer", "bad_format", "gold_unparseable", "not_scorable", "timeout", "truncated"
+]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 # Of several rewards of one sample the first of these is the reason of the sum.
 _WORST_FIRST: tuple[Reason, ...] = (
     "gold_unparseable",
+    "not_scorable",  # a function's None
     "timeout",
     "truncated",
     "bad_format",

@@ -27,7 +27,7 @@ def rollout_metrics(groups: Sequence[Group], *, num_kept: int) -> dict[str, Metr
         "reward_square": _mean([row.reward**2 for row in scored]),
         "accuracy": _mean(judged),
         "unscored": _mean([row.score.score is None for row in rows]),
-        "format": _mean([row.score.reason in ("correct", "wrong") for row in scored]),
+        "format": _mean([r.score.reason in ("correct", "wrong") for r in scored if r.score.reason != "unjudged"]),
         "zero_variance": _mean(zero_variance(rewards_PG).tolist()),
         "group_reward_std": _mean([std for std in map(_std, rewards_PG.tolist()) if std is not None]),
         "kept": Mean(torch.tensor(float(num_kept), dtype=torch.float64), torch.tensor(len(groups))),

@@ -47,5 +47,5 @@ def score_completions(
 
 
 def _of_model(value: float) -> Score:
-    """It judges no answer, so there is no accuracy, and nothing that it could find wrong."""
-    return Score(score=value, accuracy=None, parts={"score": value}, reason="correct")
+    """It judges no answer, so there is no accuracy."""
+    return Score(score=value, accuracy=None, parts={"score": value}, reason="unjudged")

@@ -5,12 +5,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from coati_ext.models.reward_score import Score, add_scores, find_reward
+from coati_ext.models.reward_score import REWARDS, Score, add_scores, find_reward
 from coati_ext.models.reward_score.deadline_pool import DeadlinePool
 from coati_ext.models.reward_score.math_expression import math_reward, require_math_verify
 from coati_ext.models.reward_score.score import not_scorable
@@ -23,10 +24,10 @@ _OWN = {"pool", "deadline_s"}
 class RLVRRewardModel:
     """The weighted sum of verifiable rewards (`coati_ext.models.reward_score`).
 
-    A reward is called as `function(completion, gold, **settings)`, with those of the settings, and of `length`,
-    `truncated` and `metadata`, that its signature names. It returns a `Score`, a number, a bool (which is an accuracy
-    too) or None: this sample is not scorable. Rewards with a `deadline_s` are slow: their samples are graded in
-    parallel.
+    A reward is called as `function(completion, gold, **keywords)`, with those of the settings, and of `length`,
+    `truncated` and `metadata`, that its signature names, or with all if it takes any. It returns a `Score`, a number, a
+    bool (which is an accuracy too) or None: this sample is not scorable. Rewards with a `deadline_s` are slow: their
+    samples are graded in parallel.
 
     Args:
         reward_functions: names of `REWARDS`, dotted paths, or functions.
@@ -61,7 +62,7 @@ class RLVRRewardModel:
         self._pool = DeadlinePool(self.num_workers)
         given = {"tags": tags, "deadline_s": deadline_s}
         settings |= {name: value for name, value in given.items() if value is not None}
-        self._accepted = {name: _keywords(function) for name, function in self._functions.items()}
+        self._accepted = {name: _keywords(function, settings) for name, function in self._functions.items()}
         self._check_settings(settings)
         settings["pool"] = self._pool
         self._settings = {
@@ -125,9 +126,11 @@ class RLVRRewardModel:
 
     def _one(self, name: str, what: str, completion: str, gold: Any, sample: dict[str, Any]) -> Score:
         keywords = {key: value for key, value in sample.items() if key in self._accepted[name]}
+        if self._functions[name] not in REWARDS.values():  # which may change what it is given
+            gold, keywords = deepcopy((gold, keywords))
         try:
             return _as_score(self._functions[name](completion, gold, **self._settings[name], **keywords))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(f"reward {name} failed on {what}: {type(error).__name__}: {error}") from error
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
@@ -244,11 +247,12 @@ def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]
     return weights
 
 
-def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
-    """Keyword -> whether it must be given, behind the two positions."""
+def _keywords(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Keyword -> whether it must be given, behind the two positions; with `**keywords`, all that there are."""
     parameters = list(inspect.signature(function).parameters.values())
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {
+    takes_any = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return dict.fromkeys((*settings, *sorted(_PER_SAMPLE)) if takes_any else (), False) | {
         parameter.name: parameter.default is inspect.Parameter.empty
         for number, parameter in enumerate(parameters)
         if parameter.kind in kinds and number >= (2 if parameter.kind == kinds[1] else 0)
@@ -275,6 +279,10 @@ def _as_score(value: Any) -> Score:
         return value
     if value is None:
         return not_scorable("not_scorable")
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned the text {value!r}; expected a number, a bool, a Score or None")
     number = float(value)
-    accuracy = number if isinstance(value, bool) else None
-    return Score(score=number, accuracy=accuracy, parts={"score": number}, reason="correct" if number > 0 else "wrong")
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    accuracy = number if is_bool else None
+    reason = ("correct" if number else "wrong") if is_bool else "unjudged"
+    return Score(score=number, accuracy=accuracy, parts={"score": number}, reason=reason)

@@ -1,5 +1,6 @@
 import time
 
+import numpy
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
@@ -25,6 +26,10 @@ def length_of(completion, gold):
 
 def says_nothing(completion, gold):
     return None
+
+
+def leaves(completion, gold):
+    raise SystemExit(0)
 
 
 def fails(completion, gold):
@@ -63,6 +68,12 @@ def test_a_sample_that_one_reward_cannot_score_has_no_score():
     assert said.score is None and said.reason == "not_scorable"
 
 
+def test_a_reward_that_ends_the_process_is_an_error_too():
+    """Else the command would end with status 0 and without a result."""
+    with pytest.raises(RuntimeError, match="reward leaves failed on sample 0: SystemExit"):
+        RLVRRewardModel([leaves])(["x"], ["y"])
+
+
 def test_a_reward_that_fails_is_an_error_that_names_it_and_the_sample():
     with pytest.raises(RuntimeError, match="reward fails failed on sample 0: KeyError: 'gone'"):
         RLVRRewardModel([fails])(["x"], ["y"])
@@ -73,6 +84,28 @@ def test_a_reward_that_fails_is_an_error_that_names_it_and_the_sample():
 def test_a_number_that_is_not_finite_is_an_error():
     with pytest.raises(RuntimeError, match="expected a finite number"):
         RLVRRewardModel([lambda completion, gold: float("nan")])(["x"], ["y"])
+
+
+def test_a_text_is_no_number():
+    with pytest.raises(RuntimeError, match="it returned the text '5'"):
+        RLVRRewardModel([lambda completion, gold: "5"])(["x"], ["y"])
+
+
+@pytest.mark.parametrize("kind", [numpy.bool_, torch.tensor])
+def test_a_bool_of_numpy_or_torch_is_an_accuracy_too(kind):
+    score = RLVRRewardModel([lambda completion, gold: kind(completion == gold)])(["x"], ["x"])[0]
+    assert (score.score, score.accuracy) == (1.0, 1.0)
+
+
+def test_what_a_reward_changes_of_its_arguments_changes_no_other_completion():
+    def takes(completion, gold, metadata):
+        metadata["seen"] = metadata.get("seen", 0) + 1
+        return gold.pop() * metadata["seen"]
+
+    gold, metadata = [4], {}
+    scores = RLVRRewardModel([takes])(["x", "y"], [gold, gold], metadata=[metadata, metadata])
+    assert [score.score for score in scores] == [4.0, 4.0]
+    assert gold == [4] and metadata == {}
 
 
 def test_a_bool_is_an_accuracy_too():
@@ -159,6 +192,22 @@ def test_lists_of_unlike_lengths_and_missing_lengths_are_refused():
     assert model([], [], lengths=[]) == []
 
 
+def takes_all(completion, gold, **keywords):
+    return float(keywords["bonus"] + keywords["metadata"]["level"] + keywords["length"])
+
+
+def test_a_function_with_any_keywords_is_given_all():
+    model = RLVRRewardModel([takes_all], bonus=10)
+    assert [score.score for score in model(["a"], [None], lengths=[2], metadata=[{"level": 5}])] == [17.0]
+
+
+def test_a_number_is_no_verdict_and_a_bool_is():
+    scores = RLVRRewardModel([lambda completion, gold: completion == gold])(["4", "5"], ["4", "4"])
+    assert [(score.reason, score.accuracy) for score in scores] == [("correct", 1.0), ("wrong", 0.0)]
+    (number,) = RLVRRewardModel([lambda completion, gold: 0.45])(["4"], ["4"])
+    assert (number.reason, number.accuracy) == ("unjudged", None)
+
+
 def test_rates_name_every_reason_and_what_was_left_out():
     scores = [not_scorable("timeout"), graded("wrong", format_score=1.0, correct_score=10.0)] * 2
     rates = reason_rates(scores)
@@ -171,6 +220,7 @@ def test_rates_name_every_reason_and_what_was_left_out():
         "not_scorable": 0.0,
         "timeout": 0.5,
         "truncated": 0.0,
+        "unjudged": 0.0,
         "unscored": 0.5,
     }
     assert set(reason_rates([]).values()) == {0.0}

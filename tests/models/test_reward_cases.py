@@ -76,6 +76,7 @@ def test_the_file_covers_every_reason_and_no_case_twice():
         "gold_unparseable",
         "timeout",
         "truncated",
+        "unjudged",
     }
     inputs = [json.dumps([case[key] for key in ("reward", "completion", "gold", "settings")]) for case in CASES]
     assert len(set(inputs)) == len(inputs) >= 200

@@ -1,5 +1,6 @@
 """What a program of the code reward can reach. Probes ask only whether something is possible, and change nothing."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coati_ext.models.reward_score import code, sandbox_program, sandbox_tests
+from coati_ext.models.reward_score import code, sandbox_files, sandbox_program, sandbox_tests
 from coati_ext.models.reward_score.code import code_reward
 
 
@@ -63,6 +64,39 @@ def test_it_neither_sees_into_nor_signals_the_processes_around_it():
         f"not os.access('/proc/{pid}/fd/1', os.W_OK) and not os.access('/proc/{pid}/mem', os.R_OK)", "import os"
     )
     assert refused(f"os.kill({pid}, 0)", "import os")  # signal 0: asks, sends nothing
+
+
+def test_it_reads_changes_and_removes_no_file_of_the_user(tmp_path):
+    """Whoever the program runs as: root where others cannot read Python, else nobody or the user."""
+    tmp_path.chmod(0o777)
+    file = tmp_path / "checkpoint"
+    file.write_text("weights")
+    file.chmod(0o666)
+    if ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1:  # this kernel has Landlock
+        assert refused(f"open({str(file)!r}).read()")
+        assert refused(f"os.listdir({str(tmp_path)!r})", "import os")
+    assert refused(f"open({str(file)!r}, 'a').write('x')")
+    assert refused(f"os.remove({str(file)!r})", "import os")
+    assert refused(f"os.truncate({str(file)!r}, 0)", "import os")
+    assert refused(f"os.rename({str(file)!r}, 'mine')", "import os")
+    assert refused(f"os.mkdir({str(tmp_path / 'new')!r})", "import os")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"] and file.read_text() == "weights"
+
+
+def test_without_landlock_changes_elsewhere_are_refused_in_the_interpreter(tmp_path):
+    folder, own = os.path.dirname(sandbox_files.__file__), tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "f").write_text("")
+    statements = ("open('../f', 'a')", "os.open('../f', os.O_RDWR)", "os.remove('../f')", "shutil.rmtree('..')")
+    for number, statement in enumerate((*statements, "os.rename('x', '../x')", "os.chmod('../f', 0)")):
+        script = f"import os, shutil, sys; sys.path.insert(0, {folder!r}); import sandbox_files; sys.path.pop(0)\n"
+        script += "sandbox_files.confine(type('Libc', (), {'syscall': lambda *_: -1}))\nopen('x', 'w').close()\n"
+        script += (
+            f"os.mkdir('d{number}'); shutil.rmtree('d{number}')\nopen('../f').close()\nprint('so far', flush=True)\n"
+        )
+        result = subprocess.run([sys.executable, "-c", script + statement], capture_output=True, text=True, cwd=own)
+        assert result.stdout == "so far\n" and "is not allowed here" in result.stderr, result.stderr
+    assert (tmp_path / "f").exists()
 
 
 def test_a_file_that_is_too_large_is_refused():
@@ -152,3 +186,39 @@ def test_a_test_process_that_fails_is_an_error_and_not_a_verdict(monkeypatch, tm
     monkeypatch.setattr(code, "_TESTS", broken)
     with pytest.raises(RuntimeError, match="no such thing"):
         code_reward("```python\nx = 1\n```", json.dumps({"inputs": ["1"], "outputs": ["1"]}))
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(z): return z * 1j", "assert f(1j) == -1"),
+        ("def f(n): return range(n)", "assert f(3) == range(3)"),
+        ("def f(): return bytearray(b'a')", "assert f() == b'a'"),
+        ("import math\ndef f(n): return math.factorial(n)", "assert f(2000) == math.factorial(2000)"),
+        (
+            "from collections import deque\ndef f(): return deque([4])",
+            "assert len(f()) == 1 and f()[0] == 4 and 4 in f()",
+        ),
+        ("def f(): return map(int, '12')", "assert list(f()) == [1, 2]"),
+        ("from enum import Enum\nclass C(Enum):\n    A = 1\ndef f(): return C.A", "assert f() == C.A"),
+    ],
+)
+def test_values_that_a_right_program_returns(program, test):
+    assert code_reward(f"```python\n{program}\n```", [test]).reason == "correct"
+
+
+def test_keys_of_a_returned_dict_are_compared_as_json_has_them():
+    gold = {"fn_name": "f", "inputs": [[3]], "outputs": [{"3": 1}]}
+    assert code_reward("```python\ndef f(x): return {x: 1}\n```", gold).reason == "correct"
+    assert code_reward("```python\ndef f(x): return {x + 1: 1}\n```", gold).reason == "wrong"
+
+
+def test_objects_of_a_program_are_equal_to_themselves_only():
+    program = "```python\nclass A:\n    def __eq__(self, other):\n        return True\n\n    __hash__ = None\n```"
+    assert code_reward(program, ["a = A()\nassert a == a and a != A() and a != 1"]).reason == "correct"
+
+
+def test_the_end_of_a_program_is_no_exception_that_a_test_expects():
+    test = "try:\n    f()\nexcept Exception:\n    pass\nelse:\n    assert False"
+    assert code_reward("```python\ndef f(): raise ValueError\n```", [test]).reason == "correct"
+    assert code_reward("```python\nimport os\ndef f(): os._exit(0)\n```", [test]).reason == "wrong"

@@ -39,3 +39,14 @@ def test_an_unknown_task_is_an_error_and_no_reward_of_0():
     pytest.importorskip("reasoning_gym", exc_type=ImportError)
     with pytest.raises(RuntimeError, match="no_such_task"):
         reward("#### 1", "1", metadata={"task": "no_such_task", "metadata": {}})
+
+
+def test_the_whole_line_of_an_answer_with_sentences_counts():
+    class Pool:
+        def run(self, request, deadline_s):
+            return float(request["answer"] == "Dogs bark. Cats do not.")
+
+    prompt = {"task": "any", "metadata": {}}
+    right = reward("#### Dogs bark. Cats do not.", "", metadata=prompt, pool=Pool())
+    wrong = reward("#### Dogs bark. Cats do.", "", metadata=prompt, pool=Pool())
+    assert (right.reason, wrong.reason) == ("correct", "wrong")

@@ -36,6 +36,8 @@ class Answer:
 
     text: str | None = None
     reason: Reason | None = None
+    line: str | None = None
+    """The whole line behind `####`, of which `text` is the first sentence."""
 
 
 def grade_answer(
@@ -48,15 +50,19 @@ def grade_answer(
     format_score: float,
     correct_score: float,
     last_resort: Callable[[str], str | None] | None = None,
+    whole_lines: bool = False,
 ) -> Score:
     """Find the answer, let `judge` say what it is worth, and pay by the scheme of `graded`.
 
     Args:
+        whole_lines: what follows `####` is right too if the whole line is, as "Dr. No" or "Wait! What?".
         last_resort: finds an answer in text without any marker, where `extraction` is "flexible".
         truncated: the completion was cut at the token limit. What is not an answer then has that reason.
     """
     answer = find_answer(completion, tags=tags, extraction=extraction, truncated=truncated, last_resort=last_resort)
     reason = answer.reason or judge(answer.text)
+    if whole_lines and reason == "wrong" and answer.line not in (None, answer.text):
+        reason = judge(answer.line)
     return graded(reason, format_score=format_score, correct_score=correct_score)
 
 
@@ -205,13 +211,14 @@ def marked(text: str, *, truncated: bool) -> Answer | None:
         return None
     if truncated and hashes.end() == len(text):
         return Answer(reason="truncated")  # the cut may have shortened it
-    return Answer(text=_first_sentence(hashes[1]))
+    return Answer(text=_first_sentence(hashes[1]), line=hashes[1].strip())
 
 
 def _unmarked(text: str, last_resort: Callable[[str], str | None] | None) -> Answer:
     phrase = last_match(_PHRASE, text)
     if phrase is not None:
-        answer = _first_sentence(text[phrase.end() :].partition("\n")[0]).strip("* ")
+        line = re.sub(r"\*\*(?=[\s.,;!?]|$)", "", text[phrase.end() :].partition("\n")[0])  # **5** apples
+        answer = _first_sentence(line).strip("* ")
         if answer:
             return Answer(text=answer)
     return Answer(text=last_resort(text) if last_resort else None)

@@ -40,7 +40,8 @@ def code_reward(
 
     The program runs with limits on processor time, memory, file size and processes, in an empty directory, with a bare
     environment and without a network: in a network namespace where the kernel allows it, or else with sockets refused
-    inside the interpreter; the log says once which. It is not kept from reading files that everybody may read.
+    inside the interpreter. It reads the files of Python and of its directory, and changes none outside that, by
+    Landlock; where the kernel has none, changes are refused inside the interpreter. The log says once which.
 
     Args:
         gold: {"inputs": [...], "outputs": [...]}: what is written to the program and what it must print, blanks at the
@@ -135,8 +136,13 @@ def _verdict(program: str, tests: dict[str, Any], *, deadline_s: float, **limits
     result = _run({"program": program, "deadline_s": deadline_s, "limits": limits, **tests}, deadline_s)
     if result["network"] not in _networks_seen | {"unknown"}:
         _networks_seen.add(result["network"])
+        network, files = result["network"].split()
         how = {"namespace": "in a network namespace of their own", "refused": "with sockets refused by Python only"}
-        _log.info("programs of the code reward run %s", how[result["network"]])
+        which = {
+            "kernel": "see the files of Python and of their own directory only",
+            "interpreter": "are kept from changing other files by Python only (this kernel has no Landlock)",
+        }
+        _log.info("programs of the code reward run %s, and %s", how[network], which[files])
     return {"passed": "correct", "failed": "wrong", "timeout": "timeout"}[result["verdict"]]
 
 

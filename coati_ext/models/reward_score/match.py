@@ -45,6 +45,7 @@ def exact_match_reward(
         truncated=truncated,
         format_score=format_score,
         correct_score=correct_score,
+        whole_lines=True,
     )
 
 
@@ -93,5 +94,6 @@ def regex_match_reward(
         truncated=truncated,
         format_score=format_score,
         correct_score=correct_score,
+        whole_lines=True,
     )
     return not_scorable("timeout") if score.reason == "timeout" else score

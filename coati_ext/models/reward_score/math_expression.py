@@ -12,6 +12,7 @@ from coati_ext.models.reward_score.score import Reason, Score, graded, not_scora
 
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 _THOUSANDS = re.compile(r"(?<![0-9,.])[1-9][0-9]{0,2}(?:\{,\}[0-9]{3})+(?![0-9])")
+_WITH_BASE = re.compile(r"([0-9A-Z.]+) ?_ ?\{?([0-9]+)\}?")
 _NAME = re.compile(r"([A-Za-z](?:_[0-9A-Za-z])?)\s*=\s*(?=[^=\s])")
 
 
@@ -88,6 +89,9 @@ def _compare(answer: str, gold: str, percent: Percent, pool: DeadlinePool, deadl
     numbers = [read_number(text, percent=percent) for text in (answer, gold)]
     if None not in numbers:
         return "correct" if same_number(*numbers) else "wrong"
+    bases = [_WITH_BASE.fullmatch(plain(text)) for text in (answer, gold)]
+    if bases[0]:  # 204_5: the library would drop the base
+        return "correct" if bases[1] and bases[0].groups() == bases[1].groups() else "wrong"
     if not _same_kind(plain(answer), plain(gold)):
         return "wrong"
     require_math_verify()

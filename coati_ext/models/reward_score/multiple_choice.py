@@ -10,7 +10,7 @@ from coati_ext.models.reward_score.score import Reason, Score, not_scorable
 
 _MAX_CHARS = 1000
 _LETTER = re.compile(
-    r"(?:(?:option|choice|answer)[ ])?(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z]))(?P<mark>[.):]?)(?P<rest> .*)?",
+    r"(?:(?:option|choice|answer)[ ])?(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z]))(?P<mark>[.):!]?)(?P<rest> .*)?",
     re.IGNORECASE,
 )
 # A second letter in what follows the first: "B. or C", "(A) and (D)", "A. not B:".

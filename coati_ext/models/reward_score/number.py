@@ -32,7 +32,8 @@ _UNITS = frozenset(
 # What makes more, or something else, of the number before it.
 _NOT_UNITS = frozenset(
     "or and nor not to through versus vs isn't wrong incorrect if unless plus minus times over squared cubed half "  # noqa: SIM905 (read as a list)
-    "halves third thirds quarter quarters dozen hundred pi sqrt mod root approximately about roughly".split()
+    "halves third thirds quarter quarters dozen dozens hundred hundreds lakh crore bn mn pi sqrt mod root factorial "
+    "choose approximately about roughly than below zero maybe".split()
 )
 _WORDS = re.compile(r"[A-Za-z°²³/'’()-]+(?:\^[23])?")  # noqa: RUF001 (an apostrophe as phones write it)
 _ASSIGNMENT = re.compile(r"([A-Za-z](?:_[0-9A-Za-z])?)[ ]?=[ ]?(?=[^= ])")
@@ -136,7 +137,7 @@ def plain(text: str) -> str:
     text = " ".join(text.split())
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    return re.sub(r"[.!]$", "", " ".join(text.split()))
+    return re.sub(r"\.$", "", " ".join(text.split()))
 
 
 def last_number(text: str) -> str | None:
@@ -149,6 +150,8 @@ def last_number(text: str) -> str | None:
     match = last_match(_LAST_NUMBER, text)
     if match is None:
         return None
+    if re.search(r"\bnegative $", text[max(0, match.start() - 10) : match.start()], re.IGNORECASE):
+        return "-" + match[0].rstrip(".,/")
     before = text[max(0, match.start() - 3) : match.start()]
     sign = re.search(r"(?:^|[\s(=:])([-−+])\$?$|\$([-−+])$", before)  # noqa: RUF001 (the minus sign)
     return (sign[1] or sign[2] if sign else "") + match[0].rstrip(".,/")
@@ -190,8 +193,8 @@ def _factor(rest: str, percent: Percent) -> Fraction | None:
         spaced, rest = True, rest.removeprefix("%").removeprefix("percent").strip()
         factor = factor if percent == "unit" else Fraction(1, 100)
     words = rest.split()
-    if words and spaced and words[0].lower() in _SCALES:
-        factor *= _SCALES[words.pop(0).lower()]
+    if words and spaced and words[0].lower().removesuffix("s") in _SCALES:
+        factor *= _SCALES[words.pop(0).lower().removesuffix("s")]
     if not all(_WORDS.fullmatch(word) for word in words):
         return None
     if any(word.lower().strip("()'-") in _NOT_UNITS for word in words):

@@ -46,12 +46,14 @@ def reasoning_gym_reward(
     answer = find_answer(completion, tags=tags, extraction=extraction, truncated=truncated)
     if answer.text is None:
         return graded(answer.reason, format_score=format_score, correct_score=correct_score)
+    texts = {answer.text, answer.line or answer.text}  # of a `####` line also the whole: a text has sentences
     try:
-        given = pool.run({**request, "answer": answer.text[:_MAX_CHARS]}, deadline_s)
+        marks = [pool.run({**request, "answer": text[:_MAX_CHARS]}, deadline_s) for text in sorted(texts, key=len)]
     except DeadlineExceeded:
         return not_scorable("timeout")
-    if given is None:
+    if None in marks:
         return not_scorable("gold_unparseable")
+    given = max(marks)
     if given >= 1 and len(answer.text) <= _MAX_CHARS:
         return graded("correct", format_score=format_score, correct_score=correct_score)
     parts = {"format": float(format_score), "answer": min(max(given, 0.0), 1.0) * (correct_score - format_score)}

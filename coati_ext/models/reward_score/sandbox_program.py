@@ -27,11 +27,13 @@ def main() -> None:
         program = file.read().decode("utf-8", "replace")
     libc = ctypes.CDLL(None, use_errno=True)
     namespaces = isolate(libc)
+    confined = sandbox_files.confine(libc)
     with os.fdopen(settings["note_fd"], "w") as note:
-        note.write("namespace" if namespaces else "refused")
+        note.write(f"{'namespace' if namespaces else 'refused'} {'kernel' if confined else 'interpreter'}")
     set_limits(settings)
     if not namespaces:
         sys.addaudithook(refuse)
+    sys.set_int_max_str_digits(0)  # the limit of time holds for long numbers too
     sys.argv = ["solution.py"]
     module = {"__name__": "__main__" if settings["stdio"] else "solution", "__builtins__": builtins}
     exec(compile(program, "solution.py", "exec"), module)
@@ -122,9 +124,13 @@ def serve(module: dict[str, Any], requests_fd: int, answers_fd: int) -> None:
 
     objects: list[Any] = [None]
 
+    handles: dict[int, int] = {}
+
     def handle_of(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
+        if id(value) not in handles:  # which stays its own: `objects` holds it
+            handles[id(value)] = len(objects)
+            objects.append(value)
+        return handles[id(value)]
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         target = objects[request["on"]]
@@ -150,6 +156,7 @@ def serve(module: dict[str, Any], requests_fd: int, answers_fd: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import sandbox_files
     import sandbox_values  # noqa: F401 (loaded before the program can change what it is)
 
     sys.path.pop(0)

@@ -24,8 +24,8 @@ _PR_SET_DUMPABLE = 4
 _CPU_SIGNALS = (128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGXCPU, -signal.SIGKILL)
 
 
-class Failed(Exception):
-    """A test did not pass; the text says which."""
+class Failed(BaseException):
+    """A test did not pass; the text says which. No `except Exception` of a test catches it."""
 
 
 class OutOfTime(BaseException):
@@ -102,7 +102,7 @@ class Program:
         raise Failed("the program ended before the tests")
 
     def network(self) -> str:
-        """How the program was kept from the network: "namespace" or "refused"."""
+        """How the program was kept from the network and from files: "namespace kernel", "refused interpreter"."""
         with contextlib.suppress(OSError):
             return os.read(self._note, 64).decode() or "unknown"
         return "unknown"
@@ -131,6 +131,24 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         return self._value(self._program.ask({"op": "get", "on": self._handle, "name": name}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Proxy) and other._handle == self._handle
+
+    def __hash__(self) -> int:
+        return hash(self._handle)
+
+    def __len__(self) -> int:
+        try:
+            return self.__getattr__("__len__")()
+        except AttributeError:  # `list` asks for the length, and takes this for an answer
+            raise TypeError("an object of the program has no length") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getattr__("__getitem__")(key)
+
+    def __contains__(self, item: Any) -> bool:
+        return self.__getattr__("__contains__")(item)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._value(self._program.ask({"op": "list", "on": self._handle})))
@@ -242,17 +260,19 @@ def judge(task: dict[str, Any]) -> dict[str, Any]:
         return {"verdict": "passed", "network": run(task), "why": ""}
     except OutOfTime:
         return {"verdict": "timeout", "network": "unknown", "why": f"not done in {task['deadline_s']} s"}
-    except Exception as error:
+    except (Exception, Failed) as error:
         return {"verdict": "failed", "network": "unknown", "why": f"{type(error).__name__}: {error}"[:500]}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _as_json(value: Any) -> Any:
-    """Tuples as lists, which is what JSON made of the expected value."""
+    """Tuples as lists and keys as text, which is what JSON made of the expected value."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    return {key: _as_json(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key if isinstance(key, str) else json.dumps(key): _as_json(item) for key, item in value.items()}
 
 
 def _lines(text: str) -> list[str]:
@@ -277,4 +297,5 @@ if __name__ == "__main__":
     sys.path.pop(0)  # its `code.py` is not the standard library's
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)  # as for the program
     print(json.dumps(judge(json.load(sys.stdin))))

@@ -9,14 +9,20 @@ from typing import Any
 
 
 def encode(value: Any, handle_of: Callable[[Any], int]) -> Any:
-    """JSON for None, bool, int, float, str, bytes and list, tuple, set, frozenset, dict of these; else a handle."""
+    """JSON for None, bool, numbers, str, bytes, range and list, tuple, set, frozenset, dict of these; else a handle."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return encode(value.item(), handle_of)
     for name, kind in _COLLECTIONS.items():
         if isinstance(value, kind):
             return {name: [encode(item, handle_of) for item in list(value)]}
@@ -34,6 +40,8 @@ def decode(value: Any, object_of: Callable[[int], Any]) -> Any:
     ((name, content),) = value.items()
     if name == "bytes":
         return bytes.fromhex(content)
+    if name in ("complex", "range"):
+        return {"complex": complex, "range": range}[name](*content)
     if name == "dict":
         return {decode(key, object_of): decode(item, object_of) for key, item in content}
     if name == "handle":

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Reason = Literal[
-    "correct", "wrong", "no_answer", "bad_format", "gold_unparseable", "not_scorable", "timeout", "truncated"
+    "correct",
+    "wrong",
+    "no_answer",
+    "bad_format",
+    "gold_unparseable",
+    "not_scorable",
+    "timeout",
+    "truncated",
+    "unjudged",
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -21,6 +29,7 @@ _WORST_FIRST: tuple[Reason, ...] = (
     "no_answer",
     "wrong",
     "correct",
+    "unjudged",  # a term of length, a reward model, a function's number: nothing says what was right
 )
 # The form was right, whatever the answer was.
 _PAYS_FORMAT = {"correct", "wrong", "timeout"}
@@ -78,12 +87,11 @@ def not_scorable(reason: Reason) -> Score:
 def add_scores(scores: Mapping[str, Score], weights: Sequence[float]) -> Score:
     """The weighted sum of the scores of one completion; parts are named `reward/part`.
 
-    None if any is None. Accuracy is 1 where every reward that judged says so. The reason is the worst of all: a shaping
-    term, which judges nothing, says "correct".
+    None if any is None. Accuracy is 1 where every reward that judged says so. The reason is the worst of all.
 
     Example:
         >>> form = Score(score=1.0, accuracy=0.0, parts={"format": 1.0}, reason="wrong")
-        >>> length = Score(score=-0.5, accuracy=None, parts={"length": -0.5}, reason="correct")
+        >>> length = Score(score=-0.5, accuracy=None, parts={"length": -0.5}, reason="unjudged")
         >>> add_scores({"gsm8k": form, "overlong": length}, [1.0, 2.0])
         Score(score=0.0, accuracy=0.0, parts={'gsm8k/format': 1.0, 'overlong/length': -1.0}, reason='wrong')
     """

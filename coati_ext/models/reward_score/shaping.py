@@ -54,4 +54,4 @@ def _check_length(length: int) -> None:
 
 def _term(name: str, value: float) -> Score:
     value += 0.0  # -0.0 prints as 0.0
-    return Score(score=value, accuracy=None, parts={name: value}, reason="correct")
+    return Score(score=value, accuracy=None, parts={name: value}, reason="unjudged")

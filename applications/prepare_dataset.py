@@ -4,7 +4,7 @@
     python applications/prepare_dataset.py --task builtin:arithmetic --num_test 64 --output data/sums.jsonl
     python applications/prepare_dataset.py --task chain_sum,gcd --num_samples 4000 --output data/gym.jsonl
 
-Drops what has no use, says how much and why, and shows the first prompt. A line that is broken stops it.
+Drops what has no use, says how much and why, and shows the first prompt. A broken line stops it (--skip_bad_lines).
 """
 
 import argparse
@@ -48,6 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     prompt.add_argument("--instruction", metavar="TEXT", help="put behind each question")
     prompt.add_argument("--system_message", metavar="TEXT", help="put before prompts without a system turn")
     choice = parser.add_argument_group("which are kept")
+    choice.add_argument("--skip_bad_lines", action="store_true", help="drop and count broken lines")
     choice.add_argument("--number_gold", action="store_true", help="drop golds that are not one number")
     choice.add_argument(
         "--exclude", type=Path, nargs="+", metavar="FILE", help="prompt files whose questions are left out"

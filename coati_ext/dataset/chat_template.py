@@ -77,6 +77,10 @@ class ChatRenderer:
                 "and 'ab' are the same tokens. transformers 5 does this to DeepSeek's tokenizer when there is no "
                 "config.json beside it; load it with PreTrainedTokenizerFast.from_pretrained"
             )
+        text = chat_template or tokenizer.get_chat_template()
+        for name in template_kwargs or {}:
+            if not re.search(rf"\b{name}\b", text):
+                raise ValueError(f"the chat template of {tokenizer.name_or_path!r} reads no {name!r}: leave it out")
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
         self.chat_template = chat_template

@@ -115,6 +115,12 @@ def check_prompt(value: Any, *, require_gold: bool = True) -> dict[str, Any]:
     """
     if not isinstance(value, dict):
         raise ValueError(f"the line is {_show(value)}; expected {_PROMPT_FORM}")
+    if "messages" not in value:
+        keys = ", ".join(map(repr, value)) or "none"
+        raise ValueError(
+            f"the object has no 'messages' (its keys: {keys}); expected {_PROMPT_FORM}, which "
+            "applications/prepare_dataset.py makes of questions and answers"
+        )
     messages, tools = _check_conversation(value, require_assistant=False)
     role = messages[-1]["role"]
     if role != "user":

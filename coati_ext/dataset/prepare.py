@@ -6,7 +6,8 @@ A line of the input is one of
     {"messages": [...], "gt_answer": ...}           a prompt already: checked and copied
 
 Other names are given by `question_field`, `answer_field` and `gold_field`. A broken line is an error; a line that is
-whole but of no use is dropped, counted and named. Nothing is written before everything is known to be right.
+whole but of no use is dropped, counted and named, and with `skip_bad_lines` so is a broken one. Nothing is written
+before everything is known to be right.
 """
 
 import json
@@ -74,6 +75,8 @@ class PrepareConfig:
     test_fraction: float | None = None
     test_output: Path | None = None
     """None: `output` with `_test` added to its name."""
+    skip_bad_lines: bool = False
+    """Drop and count broken lines, instead of stopping at the first."""
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -129,6 +132,8 @@ class _Row:
     gold: Any
     extras: dict[str, Any]
     where: str
+    key: str | None = None
+    """Equal for the same question, beside its text."""
 
 
 def prepare(config: PrepareConfig) -> PreparedPrompts:
@@ -139,7 +144,7 @@ def prepare(config: PrepareConfig) -> PreparedPrompts:
         OSError: a file cannot be read or written.
     """
     dropped = Dropped()
-    rows = list(_without_duplicates(_usable(_rows(config), config, dropped), config, dropped))
+    rows = list(_without_duplicates(_usable(_rows(config, dropped), config, dropped), config, dropped))
     num_read = len(rows) + dropped.total()
     if not rows:
         raise ValueError(f"no prompt is left of {num_read:,}: {dropped.format()}{_advice(dropped)}")
@@ -196,9 +201,9 @@ def is_number(gold: Any) -> bool:
     return isinstance(gold, int | float) and not isinstance(gold, bool)
 
 
-def _rows(config: PrepareConfig) -> Iterator[_Row]:
+def _rows(config: PrepareConfig, dropped: Dropped) -> Iterator[_Row]:
     if config.input is not None:
-        yield from _file_rows(config)
+        yield from _file_rows(config, dropped)
         return
     share, more = divmod(config.num_samples, len(config.tasks))
     for number, task in enumerate(config.tasks):
@@ -209,10 +214,11 @@ def _rows(config: PrepareConfig) -> Iterator[_Row]:
                 gold=sample.gold,
                 extras={"task": task, "metadata": sample.metadata},
                 where=f"{task}[{index}]",
+                key=sample.key and f"{task}: {sample.key}",
             )
 
 
-def _file_rows(config: PrepareConfig) -> Iterator[_Row]:
+def _file_rows(config: PrepareConfig, dropped: Dropped) -> Iterator[_Row]:
     def parse(value: Any) -> _Row:
         if not isinstance(value, dict):
             raise ValueError(f"the line is of type {type(value).__name__}; expected an object")
@@ -223,7 +229,10 @@ def _file_rows(config: PrepareConfig) -> Iterator[_Row]:
         is_prompt = "messages" in value and config.question_field is None
         return _messages_row(value, config) if is_prompt else _question_row(value, config)
 
-    for line, row in iter_jsonl(config.input, parse):
+    def drop(error: ValueError) -> None:
+        dropped.add("broken line", str(error))
+
+    for line, row in iter_jsonl(config.input, parse, on_error=drop if config.skip_bad_lines else None):
         yield replace(row, where=f"{config.input}:{line}")
 
 
@@ -290,9 +299,10 @@ def _without_duplicates(rows: Iterator[_Row], config: PrepareConfig, dropped: Dr
     }
     golds: dict[str, str] = {}
     for row in rows:
-        key = _key(row.messages, config.instruction)
-        if key in excluded:
-            dropped.add(f"question of {excluded[key]}", row.where)
+        text = _key(row.messages, config.instruction)
+        key = row.key or text
+        if text in excluded:
+            dropped.add(f"question of {excluded[text]}", row.where)
         elif key not in golds:
             golds[key] = str(row.gold)
             yield row

@@ -7,6 +7,7 @@ from seed + i, so that neighbouring seeds share nearly all samples: hold samples
 import difflib
 import inspect
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class TaskSample:
     question: str
     gold: str | None
     metadata: dict[str, Any]
+    key: str | None = None
+    """Equal for questions that are the same but for their order; None: only equal texts are the same question."""
 
 
 def arithmetic(
@@ -32,7 +35,7 @@ def arithmetic(
 
     Example:
         >>> arithmetic(0, seed=1, max_number=9, num_terms=3)
-        TaskSample(question='What is 4 - 7 - 0?', gold='-3', metadata={'num_terms': 3})
+        TaskSample(question='What is 4 - 7 - 0?', gold='-3', metadata={'num_terms': 3}, key='+4 -0 -7')
     """
     if min_number < 0 or max_number < min_number:
         raise ValueError(f"min_number is {min_number} and max_number {max_number}; expected 0 <= min <= max")
@@ -42,16 +45,17 @@ def arithmetic(
         raise ValueError(f"operations is {operations!r}; expected some of '+-*'")
     draw = random.Random(f"arithmetic/{seed}/{index}")
     text = str(draw.randint(min_number, max_number))
-    # `value` is the sum of the terms that are finished, `term` the product that is not.
-    value, term = 0, int(text)
+    terms = [("+", [int(text)])]  # signed products
     for _ in range(num_terms - 1):
         operation, number = draw.choice(operations), draw.randint(min_number, max_number)
         text += f" {operation} {number}"
         if operation == "*":
-            term *= number
+            terms[-1][1].append(number)
         else:
-            value, term = value + term, number if operation == "+" else -number
-    return TaskSample(question=f"What is {text}?", gold=str(value + term), metadata={"num_terms": num_terms})
+            terms.append((operation, [number]))
+    value = sum(math.prod(factors) if sign == "+" else -math.prod(factors) for sign, factors in terms)
+    key = " ".join(sorted(sign + "*".join(map(str, sorted(factors))) for sign, factors in terms))
+    return TaskSample(question=f"What is {text}?", gold=str(value), metadata={"num_terms": num_terms}, key=key)
 
 
 BUILTIN_TASKS: dict[str, Callable[..., TaskSample]] = {"arithmetic": arithmetic}

@@ -246,6 +246,8 @@ def test_template_kwargs_reach_the_template(tokenizer_for, templates, write_json
     tokenizer.chat_template = "{{ mood | default('calm') }}" + templates["chatml"]
     data = RawConversationDataset(tokenizer, write_jsonl(SINGLE), 512, template_kwargs={"mood": "glad"})
     assert tokenizer.decode(data[0]["input_ids"]).startswith("glad<|im_start|>")
+    with pytest.raises(ValueError, match="reads no 'moods': leave it out"):
+        RawConversationDataset(tokenizer, write_jsonl(SINGLE), 512, template_kwargs={"moods": "glad"})
 
 
 class CharTokenizer(PreTrainedTokenizer):

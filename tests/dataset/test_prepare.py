@@ -231,6 +231,21 @@ def test_tasks_become_prompts_with_their_metadata(run):
     assert prompts[0]["task"] == "builtin:arithmetic" and prompts[0]["metadata"] == {"num_terms": 2}
 
 
+def test_a_sum_in_another_order_is_the_same_question(run):
+    _, train, test = run(tasks=("builtin:arithmetic",), num_samples=400, task_options={"max_number": 5}, num_test=9)
+    questions = [text(prompt).removeprefix("What is ").removesuffix("?") for prompt in (*train, *test)]
+    sums = [tuple(sorted(question.split(" + "))) for question in questions if "+" in question]
+    assert len(sums) == len(set(sums)) == 21 and len(questions) == 21 + 36  # a - b is not b - a
+
+
+def test_broken_lines_can_be_dropped(run):
+    with pytest.raises(ValueError, match=r"\.jsonl:2: .*'question'"):
+        run(FARM, {"text": "?"})
+    report, prompts, _ = run(FARM, {"text": "?"}, skip_bad_lines=True)
+    assert len(prompts) == 1 and report.dropped.counts == {"broken line": 1}
+    assert ":2: " in report.dropped.first["broken line"]
+
+
 def test_several_tasks_share_the_samples(run, monkeypatch):
     from coati_ext.dataset import tasks
 

@@ -35,6 +35,7 @@ def train(config: GRPOConfig) -> None:
     plugin = build_plugin(config.parallel, config.train)
     booster = Booster(plugin=plugin)
     part = setup.describe_model(config, plugin)
+    grpo_setup.check_reward_names(config)
     lora = check_start(config, plugin, part)  # before anything is tokenised and any weight read
     tokenizer = grpo_setup.load_grpo_tokenizer(config)
     setup.prepare_run(config)

@@ -5,6 +5,7 @@ A field's name is its flag and its key in a recipe. Flags keep the spelling, mea
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,7 +169,7 @@ class OptimConfig:
             at_least(self, 0, name)
         if self.warmup_steps is not None:
             at_least(self, 0, "warmup_steps")
-        if self.lr is not None and self.lr <= 0:
+        if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"--lr must be positive, got {self.lr}")
 
 
@@ -260,7 +261,7 @@ def flatten_config(config: Any) -> dict[str, Any]:
 
 
 def at_least(config: Any, bound: int, name: str) -> None:
-    if getattr(config, name) < bound:
+    if not getattr(config, name) >= bound:  # nan is not
         raise ValueError(f"--{name} must be at least {bound}, got {getattr(config, name)}")
 
 

@@ -6,6 +6,7 @@ another way). What it has and cannot be right here is refused by name; defaults 
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,27 @@ _LORA_FIXED = {
 }
 
 
+def _by_key(flag: str, texts: list[str]) -> dict[str, Any]:
+    """Values of KEY=VALUE: JSON where they can be read as such, else text.
+
+    Example:
+        >>> _by_key("reward_options", ["format_score=0.5", "a=b"])
+        {'format_score': 0.5, 'a': 'b'}
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key.isidentifier():
+            raise ValueError(f"--{flag} takes KEY=VALUE, got {text!r}")
+        if key in found:
+            raise ValueError(f"--{flag} has {key} twice")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
 @dataclass(kw_only=True)
 class PromptConfig:
     """What is asked, and what is trained on besides."""
@@ -39,6 +61,9 @@ class PromptConfig:
     tokenizer_dir: str | None = arg(None, "directory of the tokenizer (default: --pretrained)")
     conversation_template_config: str | None = arg(
         None, "JSON of chat template, system message, stop ids and format tags (default: the model's own chat template)"
+    )
+    chat_template_kwargs: list[str] = arg(
+        [], "settings of the chat template of prompts, KEY=VALUE: enable_thinking=false for Qwen3", many=str
     )
     max_length: int = arg(2048, "most tokens of a prompt and its completion together")
     max_seq_len: int = arg(
@@ -70,6 +95,10 @@ class PromptConfig:
         at_least(self, 1, "ptx_batch_size")
         if not self.eval_dataset and (self.eval_interval or self.eval_samples):
             raise ValueError("--eval_interval and --eval_samples need --eval_dataset")
+        self.template_kwargs()
+
+    def template_kwargs(self) -> dict[str, Any]:
+        return _by_key("chat_template_kwargs", self.chat_template_kwargs)
 
     @property
     def max_prompt_length(self) -> int:
@@ -146,27 +175,12 @@ class RewardConfig:
             raise ValueError(
                 f"--reward_weights has {len(self.reward_weights)} numbers for {len(self.reward_functions)} rewards"
             )
+        if not math.isfinite(self.rm_weight):
+            raise ValueError(f"--rm_weight must be finite, got {self.rm_weight}")
         self.options()
 
     def options(self) -> dict[str, Any]:
-        """`reward_options` by key; values are JSON where they can be read as such, else text.
-
-        Example:
-            >>> RewardConfig(reward_functions=["math"], reward_options=["format_score=0.5", "a=b"]).options()
-            {'format_score': 0.5, 'a': 'b'}
-        """
-        options = {}
-        for text in self.reward_options:
-            key, separator, value = text.partition("=")
-            if not separator or not key.isidentifier():
-                raise ValueError(f"--reward_options takes KEY=VALUE, got {text!r}")
-            if key in options:
-                raise ValueError(f"--reward_options has {key} twice")
-            try:
-                options[key] = json.loads(value)
-            except json.JSONDecodeError:
-                options[key] = value
-        return options
+        return _by_key("reward_options", self.reward_options)
 
 
 @dataclass(kw_only=True)

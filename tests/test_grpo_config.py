@@ -203,6 +203,10 @@ def test_a_lora_file_that_is_missing_is_named():
         (["--num_episodes", "0"], "--num_episodes must be at least 1"),
         (["--log_samples_interval", "-1"], "--log_samples_interval must be at least 0"),
         (["--lr", "0"], "--lr must be positive"),
+        (["--lr", "nan"], "--lr must be positive"),
+        (["--lr", "inf"], "--lr must be positive"),
+        (["--grad_clip", "nan"], "--grad_clip must be at least 0"),
+        (["--rm_weight", "nan"], "--rm_weight must be finite"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_its_flag(argv, message):

@@ -1,12 +1,15 @@
 """The README's example and commands are true."""
 
 import dataclasses
+import inspect
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 
 from model_dir import make_model_dir
@@ -15,6 +18,7 @@ from applications import benchmark
 from coati_ext.cli import parse_config
 from coati_ext.config import FinetuneConfig
 from coati_ext.grpo_config import GRPOConfig
+from coati_ext.models.reward_score import REWARDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -24,9 +28,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def run_script(folder: Path, *launcher: str, code: str, base: Path) -> subprocess.CompletedProcess:
+def run_script(
+    folder: Path, *launcher: str, code: str, base: Path, arguments: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     (folder / "script.py").write_text(code)
-    command = [sys.executable, *launcher, "script.py", str(base)]
+    command = [sys.executable, *launcher, "script.py", str(base), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -75,11 +81,37 @@ def test_the_grpo_command_parses():
 def test_the_grpo_page_names_flags_and_metrics_that_exist():
     page = (ROOT / "docs" / "grpo.md").read_text()
     flags = {f"--{name}" for name in flatten_fields(GRPOConfig)} | {f"--{name}" for name in GRPOConfig.ALIASES}
-    own = page.replace("applications/prepare_dataset.py", "\0").replace("applications/benchmark.py", "\0")
-    used = {flag for line in own.splitlines() if "\0" not in line for flag in re.findall(r"--[a-z_]+", line)}
-    assert not used - flags
+    lines = page.replace("\\\n", " ").splitlines()
+    own = [line for line in lines if not re.search(r"python applications/(?!train_grpo)|torchrun", line)]
+    unknown = {flag for line in own for flag in re.findall(r"--[a-z_]+", line)} - flags
+    assert not unknown
     measured = [line.split()[2:] for line in page.splitlines() if line.startswith("python applications/benchmark.py")]
     assert [benchmark.parse(line).subject for line in measured] == ["generation"] * 2 + ["grpo"] * 2
+
+
+def test_the_rewards_of_the_grpo_page_take_the_settings_that_it_names():
+    page = (ROOT / "docs" / "grpo.md").read_text().partition("| reward | `gt_answer` | settings")[2]
+    rows = [line.split(" | ") for line in page.partition("\n\n")[0].splitlines()[2:]]
+    assert len(rows) == 7
+    for names, _, settings in rows:
+        for reward in re.findall(r"`(\w+)`", names):
+            takes = inspect.signature(REWARDS[reward]).parameters
+            assert {name for name in re.findall(r"`(\w+)`", settings)} <= takes.keys(), reward
+
+
+def test_the_grpo_script_runs_as_printed(tmp_path):
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GRPOTrainer" in code)
+    base, _ = make_model_dir(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"messages": [{"role": "user", "content": "What" * n}], "gt_answer": "1"} for n in (1, 2, 3, 4)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    process = run_script(tmp_path, *launcher, code=code, base=base, arguments=[str(prompts)])
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert set(re.findall(r"episode (\d): '", process.stdout)) == {"1", "2"}
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
 def flatten_fields(config_class: type) -> set[str]:

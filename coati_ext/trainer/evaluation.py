@@ -40,7 +40,8 @@ class Evaluation:
 
     def __call__(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """eval/accuracy (where the rewards judge answers), eval/reward, eval/length and eval/truncated of the most
-        probable completion; eval/pass@k, the share of prompts that one of k completions solves, and eval/mean@k.
+        probable completion, and eval/unscored, the share that the first two leave out; eval/pass@k, the share of
+        prompts that one of k completions solves, and eval/mean@k.
 
         Args:
             group: of the data-parallel ranks.
@@ -55,6 +56,7 @@ class Evaluation:
                 "eval/reward": _mean([row.reward for row in scored]),
                 "eval/length": _mean([len(row.ids) for row in rows]),
                 "eval/truncated": _mean([row.truncated for row in rows]),
+                "eval/unscored": _mean([row.score.score is None for row in rows]),
             }
         )
         if self.num_samples:

@@ -195,7 +195,11 @@ class GRPOTrainer(PolicyStepTrainer):
 
         Raises:
             ValueError: `ptx_coef` without batches for it, or batches without `ptx_coef`.
+            TypeError: another loader of prompts.
         """
+        if not hasattr(getattr(prompt_dataloader, "sampler", None), "num_prompts"):
+            kind = type(prompt_dataloader).__name__
+            raise TypeError(f"prompt_dataloader is a {kind}; expected a coati_ext.dataset.PromptLoader")
         if bool(self.ptx_coef) != (pretrain_dataloader is not None):
             raise ValueError(f"ptx_coef is {self.ptx_coef}: above 0 and pretrain_dataloader go together")
         self.prompts, self.language_model_batches = prompt_dataloader, pretrain_dataloader
@@ -316,12 +320,11 @@ class GRPOTrainer(PolicyStepTrainer):
             self.buffer, rows, self.device, self.dp_group, only_taught=self.policy_loss.kl_coef == 0
         )
         denominators = Denominators.of([self.buffer.kept.action_mask[rows].to(self.device)])
+        num_idle = self.num_idle
         self.train_step(micro_batches, self._next_language_model_batches(), denominators)
+        num_tokens = sum(int(batch.attention_mask.sum()) for batch in micro_batches) * (self.num_idle == num_idle)
         self.sums.add(
-            {
-                "seconds/train": sum_of(time.perf_counter() - start),
-                "tokens/train": sum_of(sum(int(batch.attention_mask.sum()) for batch in micro_batches)),
-            }
+            {"seconds/train": sum_of(time.perf_counter() - start), "tokens/train": sum_of(num_tokens)},
         )
 
     def _next_language_model_batches(self) -> list[Batch]:

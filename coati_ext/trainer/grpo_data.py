@@ -93,6 +93,7 @@ def _load_prompts(
             template=template,
             require_gold=bool(config.reward.reward_functions),
             skip_bad_lines=config.data.skip_bad_lines,
+            template_kwargs=config.data.template_kwargs(),
             show_progress=dist.get_rank() == 0,
         )
         check_vocabulary(config.pretrained, dataset.max_token_id())

@@ -17,7 +17,7 @@ from coati_ext.grpo_config import GRPOConfig
 from coati_ext.models.decode_graph import can_capture
 from coati_ext.models.generation import causal_lm
 from coati_ext.models.reward import RewardModel, RLVRRewardModel
-from coati_ext.models.reward_score import REWARDS
+from coati_ext.models.reward_score import REWARDS, find_reward
 from coati_ext.trainer.evaluation import Evaluation
 from coati_ext.trainer.grpo import GRPOTrainer
 from coati_ext.trainer.grpo_data import Data
@@ -35,12 +35,25 @@ if TYPE_CHECKING:
 
 _SHOWN_SAMPLES = 4
 _CHECKED_GOLDS = 64
+_SHARES = ("accuracy", "pass", "mean", "truncated", "unscored")  # what is told in percent
 
 
 def load_grpo_tokenizer(config: GRPOConfig) -> PreTrainedTokenizerBase:
     if config.data.tokenizer_dir is None:
         return load_tokenizer(config.pretrained)
     return load_tokenizer(config.data.tokenizer_dir, "--tokenizer_dir")
+
+
+def check_reward_names(config: GRPOConfig) -> None:
+    """
+    Raises:
+        ValueError: there is no such reward; names the flag.
+    """
+    for name in config.reward.reward_functions:
+        try:
+            find_reward(name)
+        except ValueError as error:
+            raise ValueError(f"--reward_functions: {error}") from error
 
 
 def make_reward_model(config: GRPOConfig, template: ConversationTemplate) -> RewardModels:
@@ -84,8 +97,8 @@ def check_golds(config: GRPOConfig, reward_model: RewardModels, data: Data) -> N
     with errors_everywhere(dist.group.WORLD):
         if own and dist.get_rank() == 0:
             rewards = reward_model[0][0] if isinstance(reward_model, list) else reward_model
-            dataset = data.prompts.dataset
-            _read_golds(names, rewards, [dataset[i] for i in range(min(_CHECKED_GOLDS, len(dataset)))])
+            for dataset in filter(None, (data.prompts.dataset, data.held_out)):
+                _read_golds(names, rewards, [dataset[i] for i in range(min(_CHECKED_GOLDS, len(dataset)))])
 
 
 def _read_golds(names: list[str], rewards: RLVRRewardModel, prompts: list[dict[str, Any]]) -> None:
@@ -211,7 +224,12 @@ def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None,
         first_step=trainer.episode + 1,
         wandb_settings=flatten_config(config) if output.use_wandb else None,
     )
-    samples = SamplesLog(save_dir / SAMPLES_FILE, interval=output.log_samples_interval, enabled=main)
+    samples = SamplesLog(
+        save_dir / SAMPLES_FILE,
+        interval=output.log_samples_interval,
+        last_step=config.train.num_episodes,
+        enabled=main,
+    )
 
     def evaluate(title: str) -> dict[str, float]:
         found = evaluation(trainer.dp_group)
@@ -231,6 +249,7 @@ def fit(config: GRPOConfig, trainer: GRPOTrainer, evaluation: Evaluation | None,
 
     try:
         if evaluation is not None and trainer.step == 0:
+            print_rank_0(f"evaluating on {evaluation.num_prompts} held-out prompts, before training")
             logger.log(0, evaluate("before training"))
         with keeper:
             trainer.fit(
@@ -263,9 +282,10 @@ def _tell_decoding(rollout: Rollout) -> None:
 
 def _evaluation_text(metrics: dict[str, float]) -> str:
     shown = {name.partition("/")[2]: value for name, value in metrics.items()}
+    if not shown["unscored"]:
+        del shown["unscored"]
     return ", ".join(
-        f"{name} {value:.1%}" if name.startswith(("accuracy", "pass", "mean", "truncated")) else f"{name} {value:.2f}"
-        for name, value in shown.items()
+        f"{name} {value:.1%}" if name.startswith(_SHARES) else f"{name} {value:.2f}" for name, value in shown.items()
     )
 
 

@@ -287,7 +287,9 @@ def check_training(trainer: StepTrainer) -> None:
     """
     if trainer.num_taken == 0:
         idle = getattr(trainer, "num_idle", 0)
-        nothing = [f"{idle} steps had no two completions of a prompt with different rewards"] if idle else []
+        nothing = (
+            [f"{idle} had no two completions of a prompt with different rewards (see the warnings)"] if idle else []
+        )
         why = " and ".join([*skipped_steps(trainer), *nothing])
         raise ValueError(f"none of the {trainer.next_update - 1} steps was taken: {why}; nothing is saved")
     if hasattr(trainer.optimizer, "state_pieces"):  # Gemini's parameters cannot be read at any time

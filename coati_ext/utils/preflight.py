@@ -1,6 +1,7 @@
 """What can be known to be wrong before torch is imported and a GPU is touched. Standard library only."""
 
 import importlib.util
+import json
 import math
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from coati_ext.config import FinetuneConfig, OutputConfig, ParallelConfig
 from coati_ext.grpo_config import GRPOConfig
 from coati_ext.utils.adapter_files import check_init_adapter
 from coati_ext.utils.model_config import check_tokenizer_files, num_experts, read_model_config, text_config_of
-from coati_ext.utils.run_directory import ADAPTER_DIR, METRICS_FILE, MODEL_DIR, STATES_DIR, check_earlier_run
+from coati_ext.utils.run_directory import ADAPTER_DIR, LOGS, METRICS_FILE, MODEL_DIR, STATES_DIR, check_earlier_run
 
 # MoE families that train here and whose adapter stock PEFT loads. tests/test_families.py shows it for each of them, and
 # that these are all that the installed transformers and PEFT allow.
@@ -112,6 +113,8 @@ def _check_outputs(config: FinetuneConfig | GRPOConfig) -> None:
     file, logs = config_path(config.output), tensorboard_path(config.output)
     if file.is_dir():
         raise ValueError(f"--config_file {file} is a directory; give a file in it")
+    if (file.exists() and not _is_config(file)) or (file.parent.resolve() == save_dir.resolve() and file.name in LOGS):
+        raise ValueError(f"--config_file {file} is another file, which would be lost; give a new name")
     _check_writable("--config_file", file.parent)
     _check_writable("--tensorboard_dir", logs)
     if logs.parent.resolve() != save_dir.resolve() and (logs.parent / METRICS_FILE).exists():
@@ -126,6 +129,15 @@ def _check_outputs(config: FinetuneConfig | GRPOConfig) -> None:
     model = save_dir / MODEL_DIR
     if model.is_dir() and any(model.iterdir()) and not (model / "config.json").is_file():
         raise ValueError(f"--save_dir {save_dir}: {model} has files but is no model; move them away")
+
+
+def _is_config(file: Path) -> bool:
+    """Whether the file is a run's config: this project's, or ColossalChat's."""
+    try:
+        flags = json.loads(file.read_bytes())
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(flags, dict) and not flags.keys().isdisjoint(("pretrained", "pretrain"))
 
 
 def config_path(output: OutputConfig) -> Path:

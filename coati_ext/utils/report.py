@@ -49,20 +49,20 @@ class SamplesLog:
     then makes this object, which holds the file open.
 
     Args:
-        interval: steps between writes, beside that of step 1; 0 writes never.
+        interval: steps between writes, beside those of step 1 and `last_step`; 0 writes never.
         enabled: true on rank 0 only.
     """
 
-    def __init__(self, path: str | Path, *, interval: int, enabled: bool):
+    def __init__(self, path: str | Path, *, interval: int, last_step: int | None = None, enabled: bool):
         if interval < 0:
             raise ValueError(f"interval of the samples is {interval}; expected steps between writes, or 0 for never")
-        self.interval = interval
+        self.interval, self.last_step = interval, last_step
         # Held open for the run, closed in close.
         self._file = open(path, "a", encoding="utf-8") if enabled and interval else None  # noqa: SIM115
 
     def due(self, step: int) -> bool:
         """Whether `add` would write at this step: rows for other steps need not be made."""
-        return self._file is not None and (step == 1 or step % self.interval == 0)
+        return self._file is not None and (step in (1, self.last_step) or step % self.interval == 0)
 
     def add(self, step: int, rows: Iterable[SampleRow]) -> None:
         """Write and flush the rows if they are due; numbers that are not finite become null."""

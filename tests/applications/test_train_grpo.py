@@ -174,7 +174,7 @@ def test_rewards_that_never_differ_are_told_of_and_end_the_run(inputs, tmp_path,
     assert out.count("warning: episode ") == 9 and "episode 9: no group had completions of different reward" in out
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: episode 10: no group had") and "as in all 10 episodes so far" in line
-    assert "(mean 0; wrong 100%; 0% unscored; " in line and "Look at samples.jsonl" in line
+    assert "(mean 0; unjudged 100%; 0% unscored; " in line and "Look at samples.jsonl" in line
     assert not (tmp_path / "run" / "lora").exists() and "Warning" not in err.replace("SyntaxWarning", "")
 
 
@@ -182,7 +182,7 @@ def test_rewards_that_never_differ_are_told_of_and_end_the_run(inputs, tmp_path,
 def test_a_short_run_without_a_signal_saves_nothing_and_says_why(inputs, tmp_path, reward):
     flags = ["--reward_functions", f"tiny_rewards:{reward}", "-n", "2"]
     _, err = end(start(inputs, tmp_path / "run", *flags), status=1)
-    assert "none of the 2 steps was taken: 2 steps had no two completions of a prompt with different rewards" in err
+    assert "none of the 2 steps was taken: 2 had no two completions of a prompt with different rewards" in err
     assert not (tmp_path / "run" / "lora").exists()
 
 

@@ -27,6 +27,6 @@ def test_a_run_of_idle_steps_says_so_before_it_saves_nothing():
         num_taken=0, next_update=3, num_idle=2, num_skipped=0, num_overflowed=0, optimizer=SimpleNamespace()
     )
     with pytest.raises(
-        ValueError, match=r"none of the 2 steps was taken: 2 steps had no two completions .*; nothing is saved"
+        ValueError, match=r"none of the 2 steps was taken: 2 had no two completions .*; nothing is saved"
     ):
         check_training(trainer)

@@ -58,7 +58,7 @@ def test_rewards_that_never_differ_leave_the_adapter_as_it_is_bit_for_bit(prompt
         assert found["unchanged"] and found["states"] == 0
         assert found["counts"] == (12, 12, 0, 0)  # 3 episodes of 2 passes of 2 steps, all counted as idle
         for row in found["rows"]:
-            assert row["idle"] == 4 and "grad_norm" not in row
+            assert row["idle"] == 4 and "grad_norm" not in row and row["tokens_per_s/train"] == 0
             assert row["unscored"] == (reward is not_scorable) and row["zero_variance"] == 1
             assert ("reward" in row) == (reward is constant)
 

@@ -6,19 +6,22 @@ import pytest
 from distributed import pool
 
 
-def check(golds: list, reward: str = "number", **metadata):
+def check(golds: list, reward: str = "number", held_out: list | None = None, **metadata):
     import torch.distributed as dist
 
     from coati_ext.models.reward import RLVRRewardModel
     from coati_ext.models.reward_score import REWARDS
     from coati_ext.trainer.grpo_setup import check_golds
 
-    prompts = [
-        {"gt_answer": gold, "source": f"p.jsonl:{n}", "text": "?", "metadata": metadata}
-        for n, gold in enumerate(golds, 1)
-    ]
+    def prompts(golds: list, file: str) -> list:
+        rest = {"text": "?", "metadata": metadata}
+        return [{"gt_answer": gold, "source": f"{file}:{line}", **rest} for line, gold in enumerate(golds, 1)]
+
     config = SimpleNamespace(reward=SimpleNamespace(reward_functions=[reward]))
-    data = SimpleNamespace(prompts=SimpleNamespace(dataset=prompts))
+    data = SimpleNamespace(
+        prompts=SimpleNamespace(dataset=prompts(golds, "p.jsonl")),
+        held_out=prompts(held_out, "e.jsonl") if held_out else None,
+    )
     model = RLVRRewardModel([reward]) if reward in REWARDS or dist.get_rank() == 0 else None
     try:
         check_golds(config, model, data)
@@ -30,6 +33,11 @@ def test_a_reward_that_reads_none_of_them_ends_the_run_on_all_ranks():
     first, second = pool(2).run(check, ["Paris", "Rome"])
     text = "--reward_functions number cannot read the gt_answer of 2 of the first 2 prompts (p.jsonl:1: 'Paris')"
     assert first == text and second == f"rank 0: {text}"
+
+
+def test_held_out_golds_are_read_too():
+    first, _ = pool(2).run(check, ["4"], "number", ["Paris"])
+    assert "cannot read the gt_answer of 1 of the first 1 prompts (e.jsonl:1: 'Paris')" in first
 
 
 def test_some_that_cannot_be_read_do_not_end_it():

@@ -207,6 +207,17 @@ def test_an_adapter_cut_short_or_missing_is_named(files):
         check(files, init_adapter="nowhere")
 
 
+@pytest.mark.parametrize("text", ['{"messages": []}\n{"messages": []}\n', '{"messages": []}', "[1]", "lr: 1"])
+def test_a_config_file_that_is_another_file_is_refused(files, text):
+    (files / "mine").write_text(text)
+    with pytest.raises(ValueError, match=r"--config_file .*mine is another file, which would be lost"):
+        check(files, config_file=str(files / "mine"))
+    (files / "mine").write_text('{"pretrained": "x"}')
+    check(files, config_file=str(files / "mine"))
+    with pytest.raises(ValueError, match=r"--config_file .*metrics.jsonl is another file"):
+        check(files, config_file="metrics.jsonl")
+
+
 def test_outputs_that_cannot_be_written_are_named(files, monkeypatch):
     (files / "file").write_text("")
     below, other = str(files / "file" / "x"), files / "other"

@@ -264,7 +264,8 @@ def test_a_large_step_shows_some_samples_and_says_of_how_many(tmp_path):
 
 def test_samples_are_written_first_and_every_interval_and_at_once(tmp_path):
     file = tmp_path / "samples.jsonl"
-    log = SamplesLog(file, interval=2, enabled=True)
+    log = SamplesLog(file, interval=2, last_step=7, enabled=True)
+    assert log.due(7) and not log.due(5)
     for step in range(1, 5):
         assert log.due(step) == (step == 1 or step % 2 == 0)
         log.add(step, [sample(completion="a\u2028b\ud83d"), sample(reward=math.nan, parts={"x": math.inf})])

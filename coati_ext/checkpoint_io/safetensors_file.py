@@ -137,7 +137,8 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if count == 0:
-            raise ValueError(f"{file} ends at byte {offset + done}, while it is being read: was it replaced?")
+            size = os.fstat(descriptor).st_size
+            raise ValueError(f"{file} ends at byte {size}, while it is being read: was it replaced?")
         done += count
 
 

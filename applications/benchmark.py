@@ -3,6 +3,7 @@
 python applications/benchmark.py fp8 --work /mnt/disk/bench --size_gb 20
 python applications/benchmark.py grpo --pretrained MODEL --prompt_dataset PROMPTS.jsonl
 python applications/benchmark.py generation
+python applications/benchmark.py experts --shapes qwen3_30b_a3b --tokens 8192
 """
 
 import argparse
@@ -21,6 +22,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_fp8_flags(fp8)
     add_grpo_flags(subjects.add_parser("grpo", help="steps of GRPO: ours, and TRL's GRPOTrainer on the same work"))
     add_generation_flags(subjects.add_parser("generation", help="completions with and without CUDA graphs"))
+    add_experts_flags(subjects.add_parser("experts", help="a block of experts with LoRA, and what else there is"))
     args = parser.parse_args(argv)
     if args.subject == "fp8":
         if not args.size_gb > 0 or not args.baseline_gb > 0:
@@ -81,8 +83,55 @@ def add_generation_flags(generation: argparse.ArgumentParser) -> None:
         generation.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
 
 
+def add_experts_flags(experts: argparse.ArgumentParser) -> None:
+    experts.add_argument("--shapes", nargs="+", metavar="NAME", help="of a block (default: all that there are)")
+    experts.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of a step (default: 8192)")
+    experts.add_argument(
+        "--routings", nargs="+", default=["balanced", "uniform", "skewed"],
+        help="balanced, uniform (each token draws), skewed (by Zipf's law), single (one expert has all)",
+    )  # fmt: skip
+    experts.add_argument(
+        "--engines", nargs="+", default=["ours", "frozen", "peft"],
+        help="ours, frozen (transformers' grouped_mm without LoRA), peft (target_parameters on it), peft_eager, loop "
+        "(over experts, as ColossalAI's); default: ours frozen peft",
+    )  # fmt: skip
+    experts.add_argument("--fused", action="store_true", help="ours with its Triton kernels (off on GPUs so far)")
+    experts.add_argument("--rank", type=int, default=8, help="of the LoRA (default: %(default)s)")
+    experts.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")
+    experts.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
 def measure(args: argparse.Namespace) -> int:
-    return {"fp8": measure_fp8, "grpo": measure_grpo, "generation": measure_generation}[args.subject](args)
+    measures = {"fp8": measure_fp8, "grpo": measure_grpo, "generation": measure_generation, "experts": measure_experts}
+    return measures[args.subject](args)
+
+
+def measure_experts(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import experts
+    from coati_ext.kernel import moe_rows
+
+    moe_rows.FUSED_ON_GPUS |= args.fused
+    names = list(experts.SHAPES) if args.shapes is None else args.shapes
+    if unknown := set(names) - set(experts.SHAPES):
+        raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; there are {', '.join(experts.SHAPES)}")
+    for name in ("rank", "steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if min(args.tokens) < 1:
+        raise ValueError(f"--tokens must be at least 1, got {min(args.tokens)}")
+    shapes = {name: experts.SHAPES[name] for name in names}
+    report = experts.compare(
+        shapes, args.tokens, args.routings, args.engines, rank=args.rank, steps=args.steps,
+        show=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    write_json(args.json, report)
+    return 0
+
+
+def write_json(path: Path | None, report: dict) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def measure_generation(args: argparse.Namespace) -> int:
@@ -115,9 +164,7 @@ def measure_grpo(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in sizes},
     )
     report = grpo.compare(workload, args.engines)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(args.json, report)
     print(grpo.table(report))
     return 1 if report["failed"] else 0
 

@@ -47,20 +47,20 @@ class _GroupedMM(torch.autograd.Function):
     def forward(ctx, x_RK, weight_EKN, offs_E):
         ctx.save_for_backward(x_RK if weight_EKN.requires_grad else None, weight_EKN, offs_E)
         ctx.weight_shape = weight_EKN.shape
-        return _rows_by_weights(x_RK, weight_EKN, offs_E)
+        return rows_by_weights(x_RK, weight_EKN, offs_E)
 
     @staticmethod
     def backward(ctx, grad_RN):
         x_RK, weight_EKN, offs_E = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _rows_by_weights(grad_RN, weight_EKN.transpose(-2, -1), offs_E)
+            grad_x = rows_by_weights(grad_RN, weight_EKN.transpose(-2, -1), offs_E)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(x_RK, grad_RN, offs_E)
+            grad_weight = weight_gradient(x_RK, grad_RN, offs_E)
         return grad_x, grad_weight, None
 
 
-def _rows_by_weights(x_RK: torch.Tensor, weight_EKN: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
+def rows_by_weights(x_RK: torch.Tensor, weight_EKN: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
     num_rows, width = x_RK.shape[0], weight_EKN.shape[-1]
     if num_rows == 0:
         return x_RK.new_zeros(0, width)
@@ -70,7 +70,7 @@ def _rows_by_weights(x_RK: torch.Tensor, weight_EKN: torch.Tensor, offs_E: torch
     return F.grouped_mm(_pad(x_RK.contiguous(), dims=(-1,)), weight, offs=offs_E)[:, :width]
 
 
-def _weight_gradient(x_RK: torch.Tensor, grad_RN: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
+def weight_gradient(x_RK: torch.Tensor, grad_RN: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:
     num_groups, k, n = offs_E.shape[0], x_RK.shape[1], grad_RN.shape[1]
     if x_RK.shape[0] == 0:
         return x_RK.new_zeros(num_groups, k, n)
@@ -87,5 +87,6 @@ def _pad(tensor: torch.Tensor, *, dims: tuple[int, ...]) -> torch.Tensor:
     multiple = STRIDE_BYTES // tensor.element_size()
     missing = {dim: -tensor.shape[dim] % multiple for dim in dims}
     if not any(missing.values()):
-        return tensor
+        odd = [stride for stride in tensor.stride() if stride > 1 and stride % multiple]
+        return tensor.new_empty(tensor.shape).copy_(tensor) if odd else tensor  # as of one row of a wider tensor
     return F.pad(tensor, (0, missing.get(-1, 0), 0, missing.get(-2, 0)))

@@ -1,7 +1,8 @@
 """Bring each token to the rank that holds its expert, and back.
 
 Legend: T tokens of this rank, K top-k, N = T*K routed rows, E experts of the model, L = E / ep_size experts of a rank,
-R rows received by this rank, H hidden.
+S source rows (without expert parallelism the tokens, with it the rows that this rank received), R rows of this rank's
+experts, sorted by expert, H hidden.
 
 Every rank takes part in every all-to-all, with zero rows if need be, forward and backward: a rank whose experts get no
 token neither hangs nor leaves the graph.
@@ -12,22 +13,30 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from coati_ext.kernel.moe_rows import gather_rows, sum_rows
+from coati_ext.kernel.row_groups import RowGroups
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
     """Where the routed rows of one forward go.
 
-    send_order_N: routed rows sorted by expert (stable), an index into the flattened (T, K) choice.
+    order_N, token_N: routed rows sorted by expert (stable): an index into the flattened (T, K) choice, and their token.
+    position_TK: where the rows of each token are among these.
     counts_E: rows per expert of the model that this rank sends.
-    offs_L: int32, end of each local expert's rows among the rows this rank computes.
-    recv_order_R: sorts the received rows by local expert; None without expert parallelism (they are sorted already).
-    send_splits, recv_splits: rows sent to and received from each rank of the EP group.
+    index_R: the source row of each row of this rank's experts.
+    position_SK: the rows that are made of each source row.
+    groups: the experts' rows.
+    send_splits, recv_splits: rows sent to and received from each rank of the EP group; None without one.
     """
 
-    send_order_N: torch.Tensor
+    order_N: torch.Tensor
+    token_N: torch.Tensor
+    position_TK: torch.Tensor
     counts_E: torch.Tensor
-    offs_L: torch.Tensor
-    recv_order_R: torch.Tensor | None = None
+    index_R: torch.Tensor
+    position_SK: torch.Tensor
+    groups: RowGroups
     send_splits: list[int] | None = None
     recv_splits: list[int] | None = None
 
@@ -40,71 +49,120 @@ def plan_dispatch(
 
     The host waits for the device once; without an EP group never.
     """
-    expert_N, send_order_N = top_k_index_TK.reshape(-1).sort(stable=True)
+    expert_N, order_N = top_k_index_TK.reshape(-1).int().sort(stable=True)  # a radix sort takes a pass a byte
     # Not bincount, which waits for the device: without an EP group this can be part of a CUDA graph.
-    ends_E = torch.searchsorted(expert_N, torch.arange(num_experts, device=expert_N.device), right=True)
+    ends_E = torch.searchsorted(
+        expert_N, torch.arange(num_experts, dtype=torch.int32, device=expert_N.device), right=True
+    )
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    top_k = top_k_index_TK.shape[-1]
+    token_N = torch.div(order_N, top_k, rounding_mode="floor")
+    position_TK = _inverse(order_N).view(-1, top_k)
+    own = {"order_N": order_N, "token_N": token_N, "position_TK": position_TK, "counts_E": counts_E}
     ep_size = dist.get_world_size(ep_group) if ep_group is not None else 1
     if ep_size == 1:
-        return DispatchPlan(send_order_N=send_order_N, counts_E=counts_E, offs_L=ends_E.int())
-    received = torch.empty_like(counts_E)
-    dist.all_to_all_single(received, counts_E, group=ep_group)
+        groups = RowGroups(ends_E.int(), expert_N.shape[0])
+        return DispatchPlan(**own, index_R=token_N, position_SK=position_TK, groups=groups)
+    received_E = torch.empty_like(counts_E)
+    dist.all_to_all_single(received_E, counts_E, group=ep_group)
     send_splits, recv_splits = torch.stack(
-        [counts_E.view(ep_size, -1).sum(1), received.view(ep_size, -1).sum(1)]
+        [counts_E.view(ep_size, -1).sum(1), received_E.view(ep_size, -1).sum(1)]
     ).tolist()
-    recv_order_R, offs_L = sort_received(received.view(ep_size, -1))
+    num_rows = sum(recv_splits)
+    index_R, offs_L = sort_received(received_E.view(ep_size, -1), num_rows)
     return DispatchPlan(
-        send_order_N=send_order_N,
-        counts_E=counts_E,
-        offs_L=offs_L,
-        recv_order_R=recv_order_R,
+        **own,
+        index_R=index_R,
+        position_SK=_inverse(index_R).unsqueeze(1),
+        groups=RowGroups(offs_L, num_rows),
         send_splits=send_splits,
         recv_splits=recv_splits,
     )
 
 
-def sort_received(counts_PL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_received(counts_PL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Order that turns rows lying (source rank, local expert) into (local expert, source rank), and the experts' ends.
 
     Args:
         counts_PL: rows received from each rank P for each local expert L.
+        num_rows: all of them, so that the host need not wait for the device.
 
     Example:
-        >>> order, offs = sort_received(torch.tensor([[1, 2], [1, 0]]))
+        >>> order, offs = sort_received(torch.tensor([[1, 2], [1, 0]]), 4)
         >>> order.tolist(), offs.tolist()
         ([0, 3, 1, 2], [2, 4])
     """
     num_ranks, num_local = counts_PL.shape
     expert_of_segment = torch.arange(num_local, device=counts_PL.device).repeat(num_ranks)
-    expert_R = torch.repeat_interleave(expert_of_segment, counts_PL.reshape(-1))
+    expert_R = torch.repeat_interleave(expert_of_segment, counts_PL.reshape(-1), output_size=num_rows)
     return torch.argsort(expert_R, stable=True), counts_PL.sum(0).cumsum(0, dtype=torch.int32)
 
 
 def dispatch(
-    hidden_TH: torch.Tensor, plan: DispatchPlan, top_k: int, ep_group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The rows (R, H) of this rank's experts, sorted by expert."""
-    rows = hidden_TH[torch.div(plan.send_order_N, top_k, rounding_mode="floor")]
-    if plan.recv_order_R is None:
-        return rows
-    return _exchange(rows, plan.send_splits, plan.recv_splits, ep_group)[plan.recv_order_R]
+    hidden_TH: torch.Tensor,
+    top_k_weights_TK: torch.Tensor,
+    plan: DispatchPlan,
+    ep_group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The source rows (S, H), and the routing weights (R,) of the rows that will be made of them."""
+    weights = _Permute.apply(top_k_weights_TK.reshape(-1, 1), plan.order_N, plan.position_TK.view(-1))
+    if plan.send_splits is None:
+        return hidden_TH, weights.squeeze(1)
+    splits = (plan.send_splits, plan.recv_splits, ep_group)
+    source = _AllToAll.apply(GatherRows.apply(hidden_TH, plan.token_N, plan.position_TK), *splits)
+    weights = _Permute.apply(_AllToAll.apply(weights, *splits), plan.index_R, plan.position_SK.view(-1))
+    return source, weights.squeeze(1)
 
 
-def combine(
-    rows_RH: torch.Tensor, top_k_weights_TK: torch.Tensor, plan: DispatchPlan, ep_group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Bring the experts' outputs home and sum them over the top-k with the routing weights, in their precision."""
-    if plan.recv_order_R is not None:
-        rows_RH = _exchange(rows_RH[_inverse(plan.recv_order_R)], plan.recv_splits, plan.send_splits, ep_group)
-    num_tokens, top_k = top_k_weights_TK.shape
-    rows_TKH = rows_RH[_inverse(plan.send_order_N)].view(num_tokens, top_k, -1)
-    return (rows_TKH * top_k_weights_TK.unsqueeze(-1)).sum(1).to(rows_RH.dtype)
+def combine(out_SH: torch.Tensor, plan: DispatchPlan, ep_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Bring the experts' weighted outputs, one for each source row, home: (T, H)."""
+    if plan.send_splits is None:
+        return out_SH
+    home_NH = _AllToAll.apply(out_SH, plan.recv_splits, plan.send_splits, ep_group)
+    return SumRows.apply(home_NH, plan.token_N, plan.position_TK)
 
 
-def _exchange(
-    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    return _AllToAll.apply(rows, send_splits, recv_splits, group)
+class GatherRows(torch.autograd.Function):
+    """`rows[n] = source[index[n]]`; its backward is `SumRows`.
+
+    Args of `apply`: source rows; index, int64; positions, where the rows of each source row are, as many for all.
+    """
+
+    @staticmethod
+    def forward(ctx, source, index, positions):
+        ctx.save_for_backward(index, positions)
+        return gather_rows(source, index)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return SumRows.apply(grad, *ctx.saved_tensors), None, None
+
+
+class SumRows(torch.autograd.Function):
+    """`out[s] = sum over k of rows[positions[s, k]]`; its backward is `GatherRows`. Arguments as there."""
+
+    @staticmethod
+    def forward(ctx, rows, index, positions):
+        ctx.save_for_backward(index, positions)
+        return sum_rows(rows.contiguous(), positions)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return GatherRows.apply(grad, *ctx.saved_tensors), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; backward is the inverse order, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx, rows, order, inverse):
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, inverse = ctx.saved_tensors
+        return _Permute.apply(grad, inverse, order), None, None
 
 
 class _AllToAll(torch.autograd.Function):

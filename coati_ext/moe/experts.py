@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import SiLUActivation
 
+from coati_ext.kernel import moe_rows
 from coati_ext.kernel.grouped_gemm import grouped_mm
-from coati_ext.moe.dispatch import combine, dispatch, plan_dispatch
+from coati_ext.moe.dispatch import DispatchPlan, GatherRows, SumRows, combine, dispatch, plan_dispatch
+from coati_ext.moe.lora_experts import PackedWeight, lora_experts
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -93,9 +96,13 @@ class MoeExperts(nn.Module):
         self._gate = [
             experts
         ]  # what is left of the module: activation, limits and its own _apply_gate; not a submodule
+        # act_fn(gate) * up, the gate that transformers gives to a module without one of its own, and its act_fn.
+        own_gate = type(experts)._apply_gate.__module__ != "transformers.integrations.moe"
+        self._is_swiglu = not own_gate and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.rank, self.scaling, self.dropout = 0, 0.0, 0.0
         self.adapters_enabled = True
+        self._packed: dict[str, PackedWeight] = {}
         device = self.gate_up_proj.device
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert_E", counts, persistent=False)
@@ -122,19 +129,45 @@ class MoeExperts(nn.Module):
         plan = plan_dispatch(top_k_index, self.num_experts, self.ep_group)
         if torch._C._current_graph_task_id() == -1:  # in a backward pass this is a recomputation, counted already
             self.tokens_per_expert_E += plan.counts_E
-        rows_RH = dispatch(hidden_states, plan, top_k_index.shape[-1], self.ep_group)
-        rows_RH = self._experts(rows_RH, plan.offs_L)
-        return combine(rows_RH, top_k_weights, plan, self.ep_group)
+        source_SH, weight_R = dispatch(hidden_states, top_k_weights, plan, self.ep_group)
+        experts = self._frozen_experts if self._is_frozen_swiglu() else self._experts
+        return combine(experts(source_SH, weight_R, plan), plan, self.ep_group)
 
-    def _experts(self, rows_RH: torch.Tensor, offs_L: torch.Tensor) -> torch.Tensor:
+    def _is_frozen_swiglu(self) -> bool:
+        """What `lora_experts` computes: other activations, dropout and trained weights go through autograd."""
+        drops = self.dropout > 0 and self.training and len(self.lora_A) > 0
+        trains = self.gate_up_proj.requires_grad or self.down_proj.requires_grad
+        chosen = moe_rows.FUSED_ON_GPUS or not self.gate_up_proj.is_cuda
+        return chosen and self._is_swiglu and not drops and not trains
+
+    def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+        ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}
+        down_rank = {name: ranks.pop(name) for name in ("down_proj",) if name in ranks}
+        gate_up = self._pack("gate_up_proj", ranks)
+        down = self._pack("down_proj", down_rank)
+        lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
+        return lora_experts(source_SH, weight_R, plan, gate_up, down, lora_A, lora_B, self.scaling)
+
+    def _pack(self, name: str, ranks: dict[str, int]) -> PackedWeight:
+        """The weight with room for factors, made at the first call and where it was moved since."""
+        packed, parameter = self._packed.get(name), getattr(self, name)
+        if packed is None or packed.ranks != ranks or not packed.holds(parameter):
+            packed = self._packed[name] = PackedWeight(parameter, ranks)
+        return packed
+
+    def _experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+        """The same of differentiable parts."""
+        offs_L = plan.groups.offs_E
+        rows_RH = GatherRows.apply(source_SH, plan.index_R, plan.position_SK)
         gate_up = grouped_mm(rows_RH, self.gate_up_proj.transpose(-2, -1), offs_L)
         if self.adapters_enabled and "gate_proj" in self.lora_A:
             gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), offs_L)
         act_RI = self._gate[0]._apply_gate(gate_up)
+        act_RI = (act_RI * weight_R.unsqueeze(-1)).to(rows_RH.dtype)
         out_RH = grouped_mm(act_RI, self.down_proj.transpose(-2, -1), offs_L)
         if self.adapters_enabled and "down_proj" in self.lora_A:
             out_RH = out_RH + self._lora(act_RI, ("down_proj",), offs_L)
-        return out_RH
+        return SumRows.apply(out_RH, plan.index_R, plan.position_SK)
 
     def _lora(self, x: torch.Tensor, projections: tuple[str, ...], offs_L: torch.Tensor) -> torch.Tensor:
         """scaling · x·A·B of projections that share their input, side by side: one thin product for all their A."""

@@ -1,9 +1,9 @@
-import importlib.util
 import math
 from itertools import product
 
 import pytest
 import torch
+from interpreted import interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,13 +30,7 @@ KERNEL_CASES = [
 
 @pytest.fixture(scope="module")
 def kernels():
-    """A second copy of the Triton module, that Triton's interpreter runs on the CPU; tests/gpu has it compiled."""
-    pytest.importorskip("triton", reason="triton, which interprets its kernels here, is not installed")
-    spec = importlib.util.find_spec("coati_ext.kernel.fp8_cast_triton")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(module)
+    module = interpreted("fp8_cast_triton")
     module.TILE_ROWS, module.TILE_COLUMNS = 8, 1024  # few programs, for the interpreter; GPUs may want other tiles
     return module
 

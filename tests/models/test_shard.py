@@ -34,7 +34,7 @@ def test_stages_compute_what_the_whole_model_does(family):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         logits = through_stages(family, (1, num_layers - 1), batch)
-    assert torch.equal(logits, expected)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # experts add up in another order
 
 
 def test_a_stage_has_its_layers_and_nothing_of_the_others():

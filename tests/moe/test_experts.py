@@ -68,7 +68,7 @@ def test_output_and_every_gradient_equal_merged_weights(family, rank, num_tokens
 
     torch.testing.assert_close(ours, merged, rtol=1e-4, atol=1e-5)  # fp32, another order of summation
     for ours_grad, merged_grad in zip(ours_grads, merged_grads, strict=True):
-        torch.testing.assert_close(ours_grad, merged_grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours_grad, merged_grad, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("projections", [("gate_proj", "up_proj"), ("down_proj",), ()])
@@ -108,6 +108,6 @@ def test_a_layout_that_is_not_built_is_refused_by_name(attribute):
 
 
 def test_received_rows_are_sorted_by_expert_and_stay_in_rank_order():
-    order, offs = sort_received(torch.tensor([[2, 0, 1], [0, 1, 2]]))
+    order, offs = sort_received(torch.tensor([[2, 0, 1], [0, 1, 2]]), 6)
     assert order.tolist() == [0, 1, 3, 2, 4, 5]
     assert offs.tolist() == [2, 3, 6]

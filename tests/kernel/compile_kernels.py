@@ -1,0 +1,42 @@
+"""Compile the Triton kernels of an experts layer for Hopper, which needs no GPU: the interpreter checks no types.
+
+Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
+"""
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from coati_ext.kernel import moe_rows_triton as kernels
+
+ROWS, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
+LOW = {
+    "factor": ROWS, "low": ROWS, "start": INT32, "first_tile": INT32, "group_of": INT32, "num_groups": "i32",
+    "width": "i32", "width2": "i32", "q": "i32", "spare": "i32", "factor_group": "i64", "factor_q": "i32",
+    "factor_k": "i32", "scaling": "fp32",
+}  # fmt: skip
+COMMON = {
+    "source": ROWS, "index": INT64, "out": ROWS, "rows": ROWS, "position": INT64, "stride": "i32", "gate_up": ROWS,
+    "weight": FP32, "grad": ROWS, "grad_gate_up": ROWS, "grad_weight": FP32, "act_out": ROWS, "ends": INT32, **LOW,
+}  # fmt: skip
+GRADIENT = {"x": ROWS, "K": "i32", "low_row": "i32", "x_row": "i32", "out_k": "i32", "out_q": "i32"}
+TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}
+KERNELS = {
+    "_tiles": {"GROUPS": 256, "ROWS": 64},
+    "_gather_rows": {"BLOCK": 2048},
+    "_gather_rows_low": TILE,
+    "_sum_rows": {"K": 8, "BLOCK": 1024},
+    "_swiglu_rows": {"BLOCK": 2048},
+    "_swiglu_rows_low": TILE,
+    "_swiglu_rows_backward": {"BLOCK": 1024},
+    "_swiglu_rows_backward_low": {**TILE, "BLOCK": 64},
+    "_factor_gradient": {"INDEXED": True, "Q": 16, "ROWS": 64, "BLOCK": 128},
+}
+
+for name, constants in KERNELS.items():
+    kernel = getattr(kernels, name)
+    types = {**COMMON, **GRADIENT}
+    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    compiled = compile(ASTSource(kernel, signature, values, {}), target=GPUTarget("cuda", 90, 32))
+    assert ".target sm_90" in compiled.asm["ptx"]
+    print(name)

@@ -8,13 +8,9 @@ the model does more with its logits than multiply by the head's weight, they are
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from coati_ext.models.lm_head import LanguageModelHead
 from coati_ext.models.log_probs import linear_log_probs, log_probs_and_entropy
-
-_PROBE_TOKENS = 8
-# Of log-probabilities: fp32's rounding, and that of 16-bit logits, which the head's products are here spared.
-_TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 0.5
 
 
 class CompletionLogProbs:
@@ -25,13 +21,13 @@ class CompletionLogProbs:
             called once, to prove that its head is a plain one.
 
     Attributes:
-        linear: whether the head is applied to completions' tokens alone.
+        head: of the model.
+        linear: whether it is applied to completions' tokens alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-        self.linear = self._has_plain_head() and self._probe()
+        self.head = LanguageModelHead(model)
+        self.linear = self.head.is_plain
 
     def __call__(
         self, sequences_BS: torch.Tensor, action_mask_BA: torch.Tensor, temperature: float
@@ -56,39 +52,21 @@ class CompletionLogProbs:
     def _of_hidden(
         self, sequences_BS: torch.Tensor, mask_BA: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_BSH = self._inner.get_decoder()(input_ids=sequences_BS, use_cache=False).last_hidden_state
-        head = self._inner.get_output_embeddings()
+        hidden_BSH = self.head.hidden(input_ids=sequences_BS)
         return linear_log_probs(
             hidden_BSH[:, :-1][mask_BA],
-            head.weight,
+            self.head.weight_VH,
             sequences_BS[:, 1:][mask_BA],
             temperature=temperature,
-            bias=head.bias,
+            bias=self.head.bias_V,
         )
 
     def _of_logits(
         self, sequences_BS: torch.Tensor, mask_BA: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_BSV = self._model(input_ids=sequences_BS, use_cache=False).logits
+        logits_BSV = self.head.model(input_ids=sequences_BS, use_cache=False).logits
         found = log_probs_and_entropy(logits_BSV[:, :-1], sequences_BS[:, 1:], temperature)
         return found[0][mask_BA], found[1][mask_BA]
-
-    def _has_plain_head(self) -> bool:
-        """As far as attributes tell: a Linear over the whole vocabulary, and nothing said of its logits."""
-        head, config = self._inner.get_output_embeddings(), self._inner.config.get_text_config()
-        said = [key for key, value in config.to_dict().items() if "logit" in key and value not in (None, 1, False)]
-        return type(head) is nn.Linear and len(head.weight) == config.vocab_size and not said
-
-    @torch.no_grad()
-    def _probe(self) -> bool:
-        """Whether both ways agree on a few tokens."""
-        weight = self._inner.get_output_embeddings().weight
-        tokens_BS = torch.arange(_PROBE_TOKENS, device=weight.device)[None] % len(weight)
-        mask_BA = torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool)
-        by_hidden, _ = self._of_hidden(tokens_BS, mask_BA, 1.0)
-        by_logits, _ = self._of_logits(tokens_BS, mask_BA, 1.0)
-        tolerance = _TOLERANCE if weight.dtype in (torch.float32, torch.float64) else _TOLERANCE_16_BIT
-        return bool((by_hidden - by_logits).abs().max() <= tolerance)
 
 
 def disable_dropout(model: nn.Module) -> None:

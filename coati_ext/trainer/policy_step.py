@@ -17,7 +17,8 @@ from coati_ext.experience_buffer import Experience
 from coati_ext.models.aggregation import Denominators
 from coati_ext.models.completion_log_probs import CompletionLogProbs
 from coati_ext.models.importance import masked_mean
-from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
+from coati_ext.models.lm_head import LanguageModelLoss
+from coati_ext.models.loss import num_supervised_tokens
 from coati_ext.models.policy_loss import PolicyLoss
 from coati_ext.trainer.base import Batch, StepResult, StepTrainer
 from coati_ext.utils.metric_sums import Mean, MetricSums, Sum
@@ -42,7 +43,7 @@ class PolicyStepTrainer(StepTrainer):
     def __init__(self, *, policy_loss: PolicyLoss, log_probs: CompletionLogProbs, ptx_coef: float, **kwargs: Any):
         super().__init__(**kwargs)
         self.policy_loss, self.log_probs = policy_loss, log_probs
-        self.ptx_coef, self.ptx_loss = ptx_coef, GPTLMLoss()
+        self.ptx_coef, self.ptx_loss = ptx_coef, LanguageModelLoss(log_probs.head)
         self.num_updates = 0
         self.num_idle = 0
         self.has_learnt = False
@@ -188,8 +189,7 @@ class PolicyStepTrainer(StepTrainer):
         return loss
 
     def _language_model_loss(self, batch: Batch, num_supervised: int) -> torch.Tensor:
-        logits = self.model(**model_inputs(batch)).logits
-        loss = self.ptx_loss(logits, batch["labels"], num_tokens=max(1, num_supervised))
+        loss = self.ptx_loss(model_inputs(batch), batch["labels"], max(1, num_supervised))
         self.sums.add({"ptx_loss": Sum(loss.detach())})
         return loss
 

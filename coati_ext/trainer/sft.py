@@ -20,10 +20,11 @@ from tqdm import tqdm
 
 from coati_ext.dataset.collator import IGNORE_INDEX, split_rows
 from coati_ext.dataset.packing import model_inputs, num_real_tokens
+from coati_ext.models.lm_head import LanguageModelHead, LanguageModelLoss
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
 from coati_ext.models.sequence_parallel import sequence_chunk
 from coati_ext.moe.load import reset_expert_load
-from coati_ext.trainer.base import Batch, StepResult, StepTrainer
+from coati_ext.trainer.base import Batch, StepResult, StepTrainer, holds_state
 from coati_ext.utils.device import peak_memory_gb
 from coati_ext.utils.metrics import MetricsLogger
 
@@ -79,6 +80,9 @@ class SFTTrainer(StepTrainer):
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
         self.criterion = GPTLMLoss()
+        # A pipeline gives its last stage logits; a rank with a part of every row has other labels.
+        is_whole = pp_group is None and sp_group is None and holds_state(optimizer)
+        self._loss = LanguageModelLoss(LanguageModelHead(model)) if is_whole else None
         self.loss_first: float | None = None  # of steps that were taken
         self.loss_last: float | None = None
 
@@ -141,7 +145,10 @@ class SFTTrainer(StepTrainer):
             return loss
         for index, batch in enumerate(micro_batches):
             with self._no_sync(is_last=index == len(micro_batches) - 1):
-                part = criterion(self.model(**model_inputs(batch)), batch)
+                if self._loss is not None:
+                    part = self._loss(model_inputs(batch), batch["labels"], num_tokens)
+                else:
+                    part = criterion(self.model(**model_inputs(batch)), batch)
                 self.booster.backward(part, self.optimizer)
             loss += part.detach()
         return loss

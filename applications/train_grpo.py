@@ -70,6 +70,7 @@ def train(config: GRPOConfig) -> None:
         skipped=summary["skipped"],
         result=grpo_result.grpo_result(config, summary),
     )
+    grpo_result.write_summary(config, summary)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from coati_ext.utils.sizes import format_bytes
 
 
 def summarise(config: GRPOConfig, summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary with what metrics.jsonl says of the whole run, resumed or not; also written to summary.json, with
-    the report beside it (rank 0)."""
+    """The summary with what metrics.jsonl says of the whole run, resumed or not; a collective."""
     save_dir = Path(config.output.save_dir)
     if dist.get_rank() == 0:
         lines = [json.loads(line) for line in (save_dir / METRICS_FILE).read_text().splitlines()]
@@ -31,12 +30,19 @@ def summarise(config: GRPOConfig, summary: dict[str, Any]) -> dict[str, Any]:
             "reward_last": trained[-1]["reward"] if trained else None,
             "memory_gb": max(line["memory_gb"] for line in lines if "memory_gb" in line),
         }
-        (save_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
-        shown = {name: value for name, value in summary.items() if name not in ("stopped", "skipped")}
-        write_report(save_dir, title=f"GRPO: {config.pretrained}", summary=shown)
     everywhere = [summary]
     dist.broadcast_object_list(everywhere, src=0)
     return everywhere[0]
+
+
+def write_summary(config: GRPOConfig, summary: dict[str, Any]) -> None:
+    """summary.json, and the report beside it (rank 0): after the adapter, which a full disk must not cost."""
+    if dist.get_rank() != 0:
+        return
+    save_dir = Path(config.output.save_dir)
+    (save_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    shown = {name: value for name, value in summary.items() if name not in ("stopped", "skipped")}
+    write_report(save_dir, title=f"GRPO: {config.pretrained}", summary=shown)
 
 
 def grpo_card(config: GRPOConfig, summary: dict[str, Any]) -> dict[str, str]:

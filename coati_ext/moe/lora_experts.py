@@ -4,7 +4,7 @@ Legend: S source rows (tokens, or rows from other ranks), K rows made of each, R
 this rank, H hidden, I expert intermediate, r rank, q columns that the factors of one weight take together.
 
 The frozen product with LoRA, x·W + s·(x·A)·B, is one library product: the weights lie in a buffer with q more columns,
-where B lives, and q more rows, where A lives, and the rows have q more columns for x·A, which the pass that writes the
+which take B, and q more rows, which take A, and the rows have q more columns for x·A, which the pass that writes the
 rows makes. So LoRA costs q / width of the big product.
 
 Composed of differentiable parts, the layer would keep its rows, activation and outputs. Here the routing weight
@@ -71,16 +71,11 @@ class PackedWeight:
             first += rank
         return found
 
-    def adopt(self, lora_A: Mapping[str, nn.Parameter], lora_B: Mapping[str, nn.Parameter]) -> None:
-        """Make the factors views of their places, unless they are; copy those of another dtype."""
+    def take(self, lora_A: Mapping[str, torch.Tensor], lora_B: Mapping[str, torch.Tensor]) -> None:
+        """Copy the factors into their places. (As views of them they would not be contiguous, which ZeRO asks for.)"""
         for name, (rows, columns) in self.places.items():
-            places = (self.a_LqK[:, columns], self.buffer[:, rows, self.width_in :][..., columns])
-            for parameter, place in zip((lora_A[name], lora_B[name]), places, strict=True):
-                if parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride():
-                    continue
-                place.copy_(parameter.data)
-                if parameter.dtype == place.dtype:
-                    parameter.data = place
+            self.a_LqK[:, columns].copy_(lora_A[name].detach())
+            self.buffer[:, rows, self.width_in :][..., columns].copy_(lora_B[name].detach())
 
     @property
     def total(self) -> int:
@@ -122,7 +117,7 @@ def lora_experts(
         lora_A, lora_B: as in `MoeExperts`; empty: without LoRA, whatever there is room for.
     """
     for packed in (gate_up, down) if lora_A else ():
-        packed.adopt(lora_A, lora_B)
+        packed.take(lora_A, lora_B)
     factors = [one[name] for name in lora_A for one in (lora_A, lora_B)]
     frozen = _Frozen(plan=plan, gate_up=gate_up, down=down, scaling=scaling, adapted=tuple(lora_A))
     return _LoraExperts.apply(source_SH, weight_R, frozen, *factors)

@@ -147,7 +147,7 @@ def _peft(shape: Shape, rank: int, device: torch.device, implementation: str = "
 
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-        rank_pattern={r".*gate_up_proj": 2 * rank}, alpha_pattern={r".*gate_up_proj": 4 * rank},
+        rank_pattern={r".*gate_up_proj": 2 * rank},
         init_lora_weights=False,
     )  # fmt: skip
     holder = nn.Module()

@@ -125,7 +125,7 @@ def measure_experts(args: argparse.Namespace) -> int:
         show=lambda line: print(line, flush=True),
     )  # fmt: skip
     write_json(args.json, report)
-    return 0
+    return 1 if report["failed"] else 0
 
 
 def write_json(path: Path | None, report: dict) -> None:

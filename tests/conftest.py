@@ -11,9 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # before triton is imported; with a GPU, tests/gpu compiles the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # with a GPU, tests/gpu compiles the kernels
 # A shell has what it runs in the background ignore SIGINT, and nohup SIGHUP; the processes that tests start inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

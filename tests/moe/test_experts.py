@@ -52,23 +52,31 @@ def routed_inputs(layer: MoeExperts, *, num_tokens: int, top_k: int, num_used: i
     return hidden, index, weights
 
 
+def leaves_of(layer: MoeExperts, inputs: tuple) -> list[torch.Tensor]:
+    return [inputs[0], inputs[2], *layer.lora_A.values(), *layer.lora_B.values()]
+
+
+@pytest.mark.parametrize("in_one_function", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rank", [1, 4, 8])
 @pytest.mark.parametrize("num_tokens", [1, 13])
-def test_output_and_every_gradient_equal_merged_weights(family, rank, num_tokens):
-    layer, original = adapted_pair(family, rank)
+def test_output_and_every_gradient_equal_merged_weights(family, rank, num_tokens, in_one_function):
+    layer, _ = adapted_pair(family, rank)
+    assert layer._is_frozen_swiglu()
+    layer._is_swiglu = in_one_function  # False: the differentiable parts
     inputs = routed_inputs(layer, num_tokens=num_tokens, top_k=2, num_used=3)  # expert 3 and later get no token
-    leaves = [inputs[0], inputs[2], *layer.lora_A.values(), *layer.lora_B.values()]
-
     ours = layer(*inputs)
     probe = torch.randn(ours.shape, generator=torch.Generator().manual_seed(4))
-    ours_grads = torch.autograd.grad(ours, leaves, probe)
-    merged = merged_forward(original, layer, *inputs)
-    merged_grads = torch.autograd.grad(merged, leaves, probe)
+    ours_grads = torch.autograd.grad(ours, leaves_of(layer, inputs), probe)
 
-    torch.testing.assert_close(ours, merged, rtol=1e-4, atol=1e-5)  # fp32, another order of summation
+    exact_layer, original = (module.double() for module in adapted_pair(family, rank))
+    exact_inputs = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    merged = merged_forward(original, exact_layer, *exact_inputs)
+    merged_grads = torch.autograd.grad(merged, leaves_of(exact_layer, exact_inputs), probe.double())
+
+    torch.testing.assert_close(ours.double(), merged, rtol=1e-4, atol=1e-5)  # fp32
     for ours_grad, merged_grad in zip(ours_grads, merged_grads, strict=True):
-        torch.testing.assert_close(ours_grad, merged_grad, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(ours_grad.double(), merged_grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("projections", [("gate_proj", "up_proj"), ("down_proj",), ()])

@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 TIMEOUT_S = 240
@@ -38,19 +40,28 @@ class ProcessPool:
         for pipe in self._pipes:
             pipe.send((function, args))
         try:
-            answers = [self._receive(rank, function, timeout) for rank in range(self.size)]
+            answers = self._receive(function, timeout)
         except BaseException:
             self.stop()
             raise
         return answers
 
-    def _receive(self, rank: int, function: Callable, timeout: float) -> Any:
-        if not self._pipes[rank].poll(timeout):
-            raise TimeoutError(f"rank {rank} of {self.size} gave no answer in {timeout} s to {function.__name__}")
-        ok, value = self._pipes[rank].recv()
-        if not ok:
-            raise AssertionError(f"rank {rank} of {self.size}:\n{value}")
-        return value
+    def _receive(self, function: Callable, timeout: float) -> list:
+        """In the order in which they come: the ranks that wait for one that failed have no answer."""
+        answers, end = {}, time.monotonic() + timeout
+        while len(answers) < self.size:
+            missing = [rank for rank in range(self.size) if rank not in answers]
+            ready = wait([self._pipes[rank] for rank in missing], end - time.monotonic())
+            if not ready:
+                raise TimeoutError(
+                    f"ranks {missing} of {self.size} gave no answer in {timeout} s to {function.__name__}"
+                )
+            for rank in missing:
+                if self._pipes[rank] in ready:
+                    ok, answers[rank] = self._pipes[rank].recv()
+                    if not ok:
+                        raise AssertionError(f"rank {rank} of {self.size}:\n{answers[rank]}")
+        return [answers[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

@@ -12,6 +12,7 @@ from typing import Any
 PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "ddp", "moe")
 SP_MODES = ("split_gather", "ring", "all_to_all")
 PRECISIONS = ("bf16", "fp16", "fp32")
+FROZEN_DTYPES = ("fp8",)
 
 
 def arg(
@@ -58,8 +59,16 @@ class LoraSettings:
     )
     lora_dropout: float = arg(0.0, "dropout before lora_A")
     init_adapter: str | None = arg(None, "start from this PEFT adapter, ours or another tool's per-expert one")
+    frozen_dtype: str | None = arg(
+        None,
+        "fp8: frozen weights that are FP8 in the checkpoint stay so, at half the memory (default: all are dequantised)",
+        choices=FROZEN_DTYPES,
+    )
 
     def __post_init__(self) -> None:
+        _one_of(self, "frozen_dtype", (*FROZEN_DTYPES, None))
+        if self.frozen_dtype is not None and not self.trains_adapter:
+            raise ValueError(f"--frozen_dtype {self.frozen_dtype} needs LoRA: --lora_rank 0 trains all weights")
         at_least(self, 0, "lora_rank")
         at_least(self, 1, "lora_alpha")
         if not 0 <= self.lora_dropout < 1:

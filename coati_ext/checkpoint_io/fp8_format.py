@@ -16,8 +16,8 @@ from coati_ext.checkpoint_io.hf_directory import CONFIG_NAME
 from coati_ext.checkpoint_io.safetensors_file import TensorEntry
 from coati_ext.checkpoint_io.stream import Target, TensorSpec, rows_of, rows_to
 from coati_ext.checkpoint_io.workers import Source
+from coati_ext.utils.kept_dtypes import SCALE_SUFFIX
 
-SCALE_SUFFIX = "_scale_inv"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 DEFAULT_BLOCK = (128, 128)

@@ -7,7 +7,7 @@ weight, every weight all of its slices, and shapes and dtypes must fit, or the e
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coati_ext.checkpoint_io.checkpoint import Checkpoint
-from coati_ext.checkpoint_io.fp8_format import FP8_DTYPES, Block, block_size, quantization_of, scales_of
+from coati_ext.checkpoint_io.fp8_format import (
+    FP8_DTYPES,
+    SCALE_DTYPES,
+    SCALE_SUFFIX,
+    Block,
+    block_size,
+    quantization_of,
+    scales_of,
+)
 from coati_ext.checkpoint_io.fp8_to_bf16 import mtp_tensors
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.reshard import Piece, plan
@@ -73,12 +81,18 @@ def plan_reads(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout, r
     skipped = mtp_tensors(checkpoint) | {name for name in checkpoint.tensors if _COMPUTED.search(name)}
     tensors = {name: entry for name, entry in checkpoint.tensors.items() if name not in skipped}
     scale_names = {scale.name for scale in scales.values()}  # read with their weights
-    pieces = [piece for piece in plan(config, tensors, layout).pieces(rank) if piece.name not in scale_names]
+    pieces = {piece.name: piece for piece in plan(config, tensors, layout).pieces(rank)}
     names, weights = WeightNames(model), _Weights(model, checkpoint.directory)
-    places = {piece.name: names.place(piece.name) for piece in pieces}
+    places = {name: names.place(name) for name in pieces if name not in scale_names}
     in_file = {place.name for place in places.values()}
-    for piece in pieces:
-        weights.take(piece, places[piece.name], tensors[piece.name], scales.get(piece.name), in_file)
+    for name, place in places.items():
+        scale = scales.get(name)
+        if scale is not None and weights.keep_fp8(place.name):
+            weights.take(pieces[name], place, tensors[name], None, in_file)
+            of_scale = replace(place, name=place.name + SCALE_SUFFIX)
+            weights.take(pieces[scale.name], of_scale, scale, None, in_file)
+        else:
+            weights.take(pieces[name], place, tensors[name], scale, in_file)
     weights.check_all_taken()
     return LoadPlan(reads=weights.reads, block=block, num_skipped=len(skipped))
 
@@ -137,6 +151,10 @@ class _Weights:
             region = Region(name=name, start=start)
             self.reads.append(Read(entry=entry, scale=scale, piece=piece, region=region, equals=equals))
 
+    def keep_fp8(self, name: str) -> bool:
+        """Whether the model keeps this weight in FP8, with its scales, instead of their product."""
+        return name in self._weights and self._weights[name].dtype in FP8_DTYPES
+
     def check_all_taken(self) -> None:
         """ValueError for the first weight that lacks a tensor."""
         for name, weight in self._weights.items():
@@ -171,6 +189,7 @@ class _Weights:
 
     def _check_dtype(self, weight: _Weight, name: str, entry: TensorEntry) -> None:
         accepted = (*_FLOATS, *FP8_DTYPES) if weight.dtype in _FLOATS else (weight.dtype,)
+        accepted = SCALE_DTYPES if name.endswith(SCALE_SUFFIX) else accepted
         if entry.dtype not in accepted:
             raise ValueError(f"{entry.file}: {entry.name} is {entry.dtype}; the model's {name} is {weight.dtype}")
 

@@ -29,7 +29,7 @@ class LowRank:
     """Of any strides."""
     scaling: float
     spare: int
-    """At least q; those beyond q become zeros."""
+    """0, or at least q; those beyond q become zeros."""
     groups: RowGroups
 
 
@@ -126,5 +126,7 @@ def _with_low(rows: torch.Tensor, low: LowRank | None) -> tuple[torch.Tensor, to
     if low is None:
         return rows, None
     low_Rq = low.scaling * rows_by_weights(rows, low.factor_EqK.transpose(1, 2), low.groups.offs_E)
+    if not low.spare:
+        return rows, low_Rq
     zeros = rows.new_zeros(len(rows), low.spare - low_Rq.shape[1])
     return torch.cat([rows, low_Rq, zeros], dim=-1), low_Rq

@@ -72,16 +72,17 @@ def _rows_of_tile(tile, start, first_tile, group_of, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_low(acc, out, out_row, at, valid, q, spare, Q: tl.constexpr, SPARE: tl.constexpr, low):
-    """A product behind its rows and on its own, and from the last program zeros behind all products."""
+    """A product on its own, and, if rows are to have it, behind them, with zeros behind all from the last program."""
     f = tl.program_id(1) * Q + tl.arange(0, Q)
     value = acc.to(low.dtype.element_ty)
-    behind = out + at[:, None] * out_row
-    tl.store(behind + f, value, mask=valid[:, None] & (f < q))
     tl.store(low + at[:, None] * q + f, value, mask=valid[:, None] & (f < q))
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        rest = tl.arange(0, SPARE)
-        zeros = tl.zeros((acc.shape[0], SPARE), low.dtype.element_ty)
-        tl.store(behind + rest, zeros, mask=valid[:, None] & (rest >= q) & (rest < spare))
+    if SPARE > 0:
+        behind = out + at[:, None] * out_row
+        tl.store(behind + f, value, mask=valid[:, None] & (f < q))
+        if tl.program_id(1) == tl.num_programs(1) - 1:
+            rest = tl.arange(0, SPARE)
+            zeros = tl.zeros((acc.shape[0], SPARE), low.dtype.element_ty)
+            tl.store(behind + rest, zeros, mask=valid[:, None] & (rest >= q) & (rest < spare))
 
 
 # --- gather
@@ -155,7 +156,7 @@ def _grid(low: LowRank) -> tuple[int, int]:
 
 
 def _blocks(low: LowRank, width: int = WIDTH) -> dict[str, int]:
-    spare = triton.next_power_of_2(low.spare)
+    spare = triton.next_power_of_2(low.spare) if low.spare else 0
     return {"Q": _factor_block(low.factor_EqK.shape[1]), "SPARE": spare, "ROWS": ROWS, "BLOCK": width}
 
 

@@ -151,7 +151,7 @@ def _adapt_linear(model: nn.Module, path: str, config: LoraConfig, seed: int) ->
     kind = TensorParallelLoraLinear if isinstance(base, TensorParallelLinear) else LoraLinear
     layer = kind(base, ADAPTER_NAME, config, r=config.r, lora_alpha=config.lora_alpha)
     for factor in (layer.lora_A, layer.lora_B):
-        factor[ADAPTER_NAME].to(base.weight.dtype)
+        factor[ADAPTER_NAME].to(getattr(base, "compute_dtype", base.weight.dtype))  # FP8 weights have another
     weight_rI = layer.lora_A[ADAPTER_NAME].weight
     _init_lora_A(weight_rI.data, seed, path, getattr(weight_rI, "tp_cut", None))
     layer.train(base.training)

@@ -19,9 +19,12 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from coati_ext.kernel import moe_rows
+from coati_ext.kernel.fp8_gemm import BLOCK
 from coati_ext.kernel.grouped_gemm import grouped_mm
 from coati_ext.moe.dispatch import DispatchPlan, GatherRows, SumRows, combine, dispatch, plan_dispatch
-from coati_ext.moe.lora_experts import PackedWeight, lora_experts
+from coati_ext.moe.frozen_weights import Fp8Weight, FrozenProduct, FrozenWeight, PackedWeight
+from coati_ext.moe.lora_experts import lora_experts
+from coati_ext.utils.kept_dtypes import FP8, SCALE_SUFFIX, KeepsFp8, fp8_parameters
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -52,11 +55,12 @@ def shard_experts(model: nn.Module, ep_group: dist.ProcessGroup | None = None) -
             model.set_submodule(path, MoeExperts(module, ep_group=ep_group, name=path))
 
 
-class MoeExperts(nn.Module):
+class MoeExperts(KeepsFp8):
     """This rank's experts, with LoRA on any of gate, up and down.
 
     Attributes:
-        gate_up_proj, down_proj: (L, 2I, H) and (L, H, I); frozen under LoRA.
+        gate_up_proj, down_proj: (L, 2I, H) and (L, H, I); frozen under LoRA. FP8 after `keep_fp8`, with their scales
+            beside them.
         lora_A, lora_B: `nn.ParameterDict` by projection: gate_proj and up_proj (L, r, H) and (L, I, r), down_proj
             (L, r, I) and (L, H, r). Empty without LoRA.
         num_experts, num_local_experts, first_expert: E, L, and the model-wide number of local expert 0.
@@ -103,6 +107,7 @@ class MoeExperts(nn.Module):
         self.rank, self.scaling, self.dropout = 0, 0.0, 0.0
         self.adapters_enabled = True
         self._packed: dict[str, PackedWeight] = {}
+        self._dtype = self.gate_up_proj.dtype
         device = self.gate_up_proj.device
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert_E", counts, persistent=False)
@@ -113,14 +118,28 @@ class MoeExperts(nn.Module):
         hidden, intermediate = self.down_proj.shape[1:]
         return (intermediate, hidden) if projection == "down_proj" else (hidden, intermediate)
 
+    def keep_fp8(self, name: str) -> None:
+        """Make room for gate_up_proj or down_proj, frozen, as e4m3 with the scales of 128 x 128 blocks (fp32)."""
+        weight = getattr(self, name)
+        num_parts = self._num_parts(name)
+        rows = num_parts * -(-weight.shape[1] // num_parts // BLOCK[0])
+        scale_shape = (weight.shape[0], rows, -(-weight.shape[2] // BLOCK[1]))
+        values, scales = fp8_parameters(weight, scale_shape)
+        setattr(self, name, values)
+        setattr(self, name + SCALE_SUFFIX, scales)
+
+    @staticmethod
+    def _num_parts(name: str) -> int:
+        return 2 if name == "gate_up_proj" else 1
+
     def add_lora(self, projections: list[str], *, rank: int, scaling: float, dropout: float = 0.0) -> None:
         """Create `lora_A` and `lora_B` (zeros) for these projections; the caller initialises `lora_A`."""
         self.rank, self.scaling, self.dropout = rank, scaling, dropout
         for projection in projections:
             width_in, width_out = self.features(projection)
-            like = self.gate_up_proj
-            self.lora_A[projection] = nn.Parameter(like.new_zeros(self.num_local_experts, rank, width_in))
-            self.lora_B[projection] = nn.Parameter(like.new_zeros(self.num_local_experts, width_out, rank))
+            like = {"dtype": self._dtype, "device": self.gate_up_proj.device}
+            self.lora_A[projection] = nn.Parameter(torch.zeros(self.num_local_experts, rank, width_in, **like))
+            self.lora_B[projection] = nn.Parameter(torch.zeros(self.num_local_experts, width_out, rank, **like))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -143,28 +162,37 @@ class MoeExperts(nn.Module):
     def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}
         down_rank = {name: ranks.pop(name) for name in ("down_proj",) if name in ranks}
-        gate_up = self._pack("gate_up_proj", ranks)
-        down = self._pack("down_proj", down_rank)
+        gate_up, down = self._frozen("gate_up_proj", ranks), self._frozen("down_proj", down_rank)
         lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
         return lora_experts(source_SH, weight_R, plan, gate_up, down, lora_A, lora_B, self.scaling)
 
-    def _pack(self, name: str, ranks: dict[str, int]) -> PackedWeight:
-        """The weight with room for factors, made at the first call and where it was moved since."""
-        packed, parameter = self._packed.get(name), getattr(self, name)
+    def _frozen(self, name: str, ranks: dict[str, int]) -> FrozenWeight:
+        """The weight beside factors; a packed one is made at the first call, and where it was moved since."""
+        parameter = getattr(self, name)
+        if parameter.dtype == FP8:
+            return Fp8Weight(parameter, getattr(self, name + SCALE_SUFFIX), self._num_parts(name), ranks)
+        packed = self._packed.get(name)
         if packed is None or packed.ranks != ranks or not packed.holds(parameter):
             packed = self._packed[name] = PackedWeight(parameter, ranks)
         return packed
+
+    def _product(self, rows: torch.Tensor, name: str, plan: DispatchPlan) -> torch.Tensor:
+        """With gate_up_proj or down_proj, differentiable in it too unless it is FP8."""
+        weight = getattr(self, name)
+        if weight.dtype == FP8:
+            return FrozenProduct.apply(rows, self._frozen(name, {}), plan.groups)
+        return grouped_mm(rows, weight.transpose(-2, -1), plan.groups.offs_E)
 
     def _experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
         """The same of differentiable parts."""
         offs_L = plan.groups.offs_E
         rows_RH = GatherRows.apply(source_SH, plan.index_R, plan.position_SK)
-        gate_up = grouped_mm(rows_RH, self.gate_up_proj.transpose(-2, -1), offs_L)
+        gate_up = self._product(rows_RH, "gate_up_proj", plan)
         if self.adapters_enabled and "gate_proj" in self.lora_A:
             gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), offs_L)
         act_RI = self._gate[0]._apply_gate(gate_up)
         act_RI = (act_RI * weight_R.unsqueeze(-1)).to(rows_RH.dtype)
-        out_RH = grouped_mm(act_RI, self.down_proj.transpose(-2, -1), offs_L)
+        out_RH = self._product(act_RI, "down_proj", plan)
         if self.adapters_enabled and "down_proj" in self.lora_A:
             out_RH = out_RH + self._lora(act_RI, ("down_proj",), offs_L)
         return SumRows.apply(out_RH, plan.index_R, plan.position_SK)
@@ -182,6 +210,5 @@ class MoeExperts(nn.Module):
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
-        return (
-            f"experts {self.first_expert}..{last} of {self.num_experts}, lora rank {self.rank} on {list(self.lora_A)}"
-        )
+        lora = f"lora rank {self.rank} on {list(self.lora_A)}"
+        return f"experts {self.first_expert}..{last} of {self.num_experts}, {self.gate_up_proj.dtype}, {lora}"

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from coati_ext.checkpoint_io.keep_fp8 import keep_fp8
 from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.config import FinetuneConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
@@ -62,7 +63,7 @@ def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParall
     """This rank's part of the base model on the meta device: all of its structure, and no weight read.
 
     Raises:
-        ValueError: config.json makes no model, or none that this layout can share out.
+        ValueError: config.json makes no model, or none that this layout can share out; see also `keep_fp8`.
     """
     try:
         model = build_meta_model(config.pretrained, plugin.dtype, use_flash_attn=config.train.use_flash_attn)
@@ -70,6 +71,8 @@ def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParall
         reason = " ".join(str(error).split())
         raise ValueError(f"--pretrained: {Path(config.pretrained, 'config.json')} makes no model: {reason}") from error
     plugin.shard(model)
+    if config.lora.frozen_dtype is not None:
+        print_rank_0(keep_fp8(model, config.pretrained).format())
     return model
 
 

@@ -69,7 +69,7 @@ def check_model(config: FinetuneConfig | GRPOConfig, *, tokenizer_dir: str | Non
     """The files of the model, the adapter and the tokenizer, and the layout."""
     model_config = read_model_config(config.pretrained)
     check_family(model_config)  # before the quantisation and the layout: nothing that the user converts would help
-    _check_quantization(config.pretrained, model_config)
+    _check_quantization(config, model_config)
     check_layout(config.parallel, model_config)
     if tokenizer_dir is None:
         check_tokenizer_files(config.pretrained, model_config)
@@ -151,8 +151,9 @@ def tensorboard_path(output: OutputConfig) -> Path:
     return Path(output.save_dir, "tensorboard") if output.tensorboard_dir is None else Path(output.tensorboard_dir)
 
 
-def _check_quantization(pretrained: str, model_config: dict[str, Any]) -> None:
-    """FP8 in blocks is dequantised while it is read; what else is quantised cannot be trained from."""
+def _check_quantization(config: FinetuneConfig | GRPOConfig, model_config: dict[str, Any]) -> None:
+    """FP8 in blocks is dequantised while it is read, or kept; what else is quantised cannot be trained from."""
+    pretrained, wanted, tp = config.pretrained, config.lora.frozen_dtype, config.parallel.tp
     found = model_config.get("quantization_config") or text_config_of(model_config).get("quantization_config")
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
     if method not in (None, "fp8"):
@@ -160,6 +161,13 @@ def _check_quantization(pretrained: str, model_config: dict[str, Any]) -> None:
             f"--pretrained {pretrained}: the checkpoint is quantised ({method}); training needs BF16, FP16, FP32 or "
             "block-scaled FP8 weights"
         )
+    if wanted is not None and method is None:
+        raise ValueError(
+            f"--frozen_dtype {wanted}: the weights of --pretrained {pretrained} are not FP8 (no quantization_config in "
+            "config.json); make an FP8 checkpoint of it with applications/bf16_cast_fp8.py, or leave the flag out"
+        )
+    if wanted is not None and tp > 1:
+        raise ValueError(f"--frozen_dtype {wanted} with --tp {tp}: FP8 matrices cannot be shared out; use --tp 1")
 
 
 def check_family(model_config: dict[str, Any]) -> None:

@@ -92,8 +92,8 @@ def add_experts_flags(experts: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     experts.add_argument(
         "--engines", nargs="+", default=["ours", "frozen", "peft"],
-        help="ours, frozen (transformers' grouped_mm without LoRA), peft (target_parameters on it), peft_eager, loop "
-        "(over experts, as ColossalAI's); default: ours frozen peft",
+        help="ours, ours_fp8 (frozen weights in FP8), frozen (transformers' grouped_mm without LoRA), peft "
+        "(target_parameters on it), peft_eager, loop (over experts, as ColossalAI's); default: ours frozen peft",
     )  # fmt: skip
     experts.add_argument("--fused", action="store_true", help="ours with its Triton kernels (off on GPUs so far)")
     experts.add_argument("--rank", type=int, default=8, help="of the LoRA (default: %(default)s)")

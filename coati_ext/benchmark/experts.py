@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coati_ext.kernel.fp8_cast import quantize_fp8
 from coati_ext.moe.experts import PROJECTIONS, MoeExperts
 
 
@@ -124,6 +125,17 @@ def _ours(shape: Shape, rank: int, device: torch.device) -> nn.Module:
     return block
 
 
+def _ours_fp8(shape: Shape, rank: int, device: torch.device) -> nn.Module:
+    """Weights that `--frozen_dtype fp8` keeps."""
+    block = _ours(shape, rank, device)
+    for name, num_parts in (("gate_up_proj", 2), ("down_proj", 1)):
+        values, scales = quantize_fp8(getattr(block, name).data.unflatten(1, (num_parts, -1)))
+        block.keep_fp8(name)
+        getattr(block, name).data = values.flatten(1, 2)
+        getattr(block, f"{name}_scale_inv").data = scales.flatten(1, 2)
+    return block
+
+
 def _frozen(shape: Shape, rank: int, device: torch.device, implementation: str = "grouped_mm") -> nn.Module:
     """transformers' experts, without LoRA."""
     from transformers import Qwen3MoeConfig
@@ -197,6 +209,7 @@ class _Expert(nn.Module):
 
 ENGINES: dict[str, Callable[[Shape, int, torch.device], nn.Module]] = {
     "ours": _ours,
+    "ours_fp8": _ours_fp8,
     "frozen": _frozen,
     "peft": _peft,
     "peft_eager": _peft_eager,

@@ -50,9 +50,7 @@ def test_ragged_fp8_trains_under_expert_and_pipeline_parallelism_and_verifies(in
     fp8, bf16, data = inputs
     reference = finetune(bf16, data, tmp_path / "bf16", "--batch_size", "4")
     ep = finetune(fp8, data, tmp_path / "ep", "--ep", "2", "--batch_size", "2", processes=2)
-    pp = finetune(
-        fp8, data, tmp_path / "pp", "--pp", "2", "--batch_size", "4", "--frozen_dtype", "fp8", processes=2
-    )
+    pp = finetune(fp8, data, tmp_path / "pp", "--pp", "2", "--batch_size", "4", "--frozen_dtype", "fp8", processes=2)
     # The FP8 values go to fp32 here, through bf16 there.
     assert ep == pytest.approx(reference, rel=2e-3) and pp == pytest.approx(ep, rel=1e-5)
     for adapter in ("ep", "pp"):

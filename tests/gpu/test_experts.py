@@ -6,6 +6,7 @@ from torch import nn
 
 from coati_ext.benchmark import experts
 from coati_ext.kernel import moe_rows
+from coati_ext.kernel.fp8_cast import dequantize_fp8
 from coati_ext.moe.experts import PROJECTIONS, MoeExperts
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +59,24 @@ def test_output_and_every_gradient_equal_the_parts_in_fp32(name, num_tokens, ran
     for ours, wanted in zip(found, exact, strict=True):
         error = (ours.float() - wanted).norm() / wanted.norm()
         assert error < 1.2e-2  # bf16 has 8 bits; a few roundings on the way
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+@pytest.mark.parametrize("in_one_function", [True, False])
+def test_frozen_weights_in_fp8_give_the_result_of_their_dequantised_values(num_tokens, in_one_function):
+    shape = SHAPES["deepseek_v3"]
+    torch.manual_seed(0)
+    block = experts._ours_fp8(shape, 8, torch.device("cuda"))
+    block._is_swiglu = in_one_function
+    found = run(block, shape, num_tokens, 7)
+    reference = layer_of(shape, 8)
+    for name in ("gate_up_proj", "down_proj"):
+        values = dequantize_fp8(getattr(block, name).data, getattr(block, f"{name}_scale_inv").data)
+        getattr(reference, name).data = values
+    reference.load_state_dict({name: p for name, p in block.state_dict().items() if "lora_" in name}, strict=False)
+    reference.float()._is_swiglu = False
+    for ours, wanted in zip(found, run(reference, shape, num_tokens, 7), strict=True):
+        assert (ours.float() - wanted).norm() / wanted.norm() < 1.2e-2
 
 
 @pytest.mark.parametrize("projections", [("gate_proj", "up_proj"), ("down_proj",)])

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from coati_ext.kernel.copy_matrices import copy_matrices
 from coati_ext.kernel.fp8_cast import dequantize_fp8
 from coati_ext.kernel.fp8_gemm import BLOCK, rows_by_fp8
 from coati_ext.kernel.grouped_gemm import rows_by_weights
@@ -101,8 +102,8 @@ class PackedWeight(FrozenWeight):
     def take(self, lora_A: Mapping[str, torch.Tensor], lora_B: Mapping[str, torch.Tensor]) -> None:
         """Copied into their places. (As views of them they would not be contiguous, which ZeRO asks for.)"""
         for name, (rows, columns) in self.places.items():
-            self.a_LqK[:, columns].copy_(lora_A[name].detach())
-            self.buffer[:, rows, self.width_in :][..., columns].copy_(lora_B[name].detach())
+            copy_matrices(lora_A[name].detach(), self.a_LqK[:, columns])
+            copy_matrices(lora_B[name].detach(), self.buffer[:, rows, self.width_in :][..., columns])
 
     @property
     def a_LqK(self) -> torch.Tensor:

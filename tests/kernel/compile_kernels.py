@@ -6,7 +6,7 @@ Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coati_ext.kernel import moe_rows_triton as kernels
+from coati_ext.kernel import copy_matrices_triton, moe_rows_triton
 
 ROWS, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 LOW = {
@@ -19,7 +19,12 @@ COMMON = {
     "weight": FP32, "grad": ROWS, "grad_gate_up": ROWS, "grad_weight": FP32, "act_out": ROWS, "ends": INT32, **LOW,
 }  # fmt: skip
 GRADIENT = {"x": ROWS, "K": "i32", "low_row": "i32", "x_row": "i32", "out_k": "i32", "out_q": "i32"}
+COPY = {
+    "target": ROWS, "num_elements": "i32", "num_columns": "i32", "source_matrix": "i64", "source_row": "i32",
+    "source_column": "i32", "target_matrix": "i64", "target_row": "i32", "target_column": "i32",
+}  # fmt: skip
 TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}
+WITHOUT_SPARE = {**TILE, "SPARE": 0}
 KERNELS = {
     "_tiles": {"GROUPS": 256, "ROWS": 64},
     "_gather_rows": {"BLOCK": 2048},
@@ -30,11 +35,12 @@ KERNELS = {
     "_swiglu_rows_backward": {"BLOCK": 1024},
     "_swiglu_rows_backward_low": {**TILE, "BLOCK": 64},
     "_factor_gradient": {"INDEXED": True, "Q": 16, "ROWS": 64, "BLOCK": 128},
+    "_copy_matrices": {"BLOCK": 1024},
 }
 
-for name, constants in KERNELS.items():
-    kernel = getattr(kernels, name)
-    types = {**COMMON, **GRADIENT}
+for name, constants in [*KERNELS.items(), ("_gather_rows_low", WITHOUT_SPARE), ("_swiglu_rows_low", WITHOUT_SPARE)]:
+    kernel = getattr(moe_rows_triton, name, None) or getattr(copy_matrices_triton, name)
+    types = {**COMMON, **GRADIENT, **COPY}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     compiled = compile(ASTSource(kernel, signature, values, {}), target=GPUTarget("cuda", 90, 32))

@@ -9,6 +9,7 @@ token neither hangs nor leaves the graph.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,31 +25,78 @@ class DispatchPlan:
     order_N, token_N: routed rows sorted by expert (stable): an index into the flattened (T, K) choice, and their token.
     position_TK: where the rows of each token are among these.
     counts_E: rows per expert of the model that this rank sends.
-    index_R: the source row of each row of this rank's experts.
-    position_SK: the rows that are made of each source row.
-    groups: the experts' rows.
-    send_splits, recv_splits: rows sent to and received from each rank of the EP group; None without one.
+    exchange: with the EP group; None without one.
     """
 
     order_N: torch.Tensor
     token_N: torch.Tensor
     position_TK: torch.Tensor
     counts_E: torch.Tensor
+    exchange: "Exchange | None"
+
+    @cached_property
+    def own(self) -> "OwnRows":
+        """Rows of this rank's experts. At its first use under expert parallelism the host waits for the counts."""
+        if self.exchange is not None:
+            return self.exchange.wait()
+        ends_E, num_rows = self.counts_E.cumsum(0, dtype=torch.int32), len(self.order_N)
+        return OwnRows(index_R=self.token_N, position_SK=self.position_TK, groups=RowGroups(ends_E, num_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRows:
+    """Rows of this rank's experts, sorted by expert.
+
+    index_R: the source row of each.
+    position_SK: the rows that are made of each source row.
+    groups: which expert they belong to.
+    """
+
     index_R: torch.Tensor
     position_SK: torch.Tensor
     groups: RowGroups
-    send_splits: list[int] | None = None
-    recv_splits: list[int] | None = None
+
+
+class Exchange:
+    """How many rows go from rank to rank: asked for at once, waited for when it must be known.
+
+    Attributes, once waited for:
+        send_splits, recv_splits: rows sent to and received from each rank of the EP group.
+    """
+
+    def __init__(self, counts_E: torch.Tensor, ep_group: dist.ProcessGroup) -> None:
+        self.group = ep_group
+        self._received_PL = torch.empty_like(counts_E).view(dist.get_world_size(ep_group), -1)
+        dist.all_to_all_single(self._received_PL, counts_E, group=ep_group)
+        splits = torch.stack([counts_E.view_as(self._received_PL).sum(1), self._received_PL.sum(1)])
+        self._splits = splits.to("cpu", non_blocking=True)
+        self._copied = None
+        if splits.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> OwnRows:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.send_splits, self.recv_splits = self._splits.tolist()
+        num_rows = sum(self.recv_splits)
+        index_R, offs_L = sort_received(self._received_PL, num_rows)
+        position_SK = _inverse(index_R).unsqueeze(1)
+        return OwnRows(index_R=index_R, position_SK=position_SK, groups=RowGroups(offs_L, num_rows))
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """To the ranks of the experts, differentiable."""
+        return _AllToAll.apply(rows, self.send_splits, self.recv_splits, self.group)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        return _AllToAll.apply(rows, self.recv_splits, self.send_splits, self.group)
 
 
 @torch.no_grad()
 def plan_dispatch(
     top_k_index_TK: torch.Tensor, num_experts: int, ep_group: dist.ProcessGroup | None = None
 ) -> DispatchPlan:
-    """Sort the routed rows by expert and agree with the EP group on who gets how many.
-
-    The host waits for the device once; without an EP group never.
-    """
+    """Sort the routed rows by expert, and tell the EP group who gets how many; the host waits for nothing."""
     expert_N, order_N = top_k_index_TK.reshape(-1).int().sort(stable=True)  # a radix sort takes a pass a byte
     # Not bincount, which waits for the device: without an EP group this can be part of a CUDA graph.
     ends_E = torch.searchsorted(
@@ -56,27 +104,13 @@ def plan_dispatch(
     )
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     top_k = top_k_index_TK.shape[-1]
-    token_N = torch.div(order_N, top_k, rounding_mode="floor")
-    position_TK = _inverse(order_N).view(-1, top_k)
-    own = {"order_N": order_N, "token_N": token_N, "position_TK": position_TK, "counts_E": counts_E}
-    ep_size = dist.get_world_size(ep_group) if ep_group is not None else 1
-    if ep_size == 1:
-        groups = RowGroups(ends_E.int(), expert_N.shape[0])
-        return DispatchPlan(**own, index_R=token_N, position_SK=position_TK, groups=groups)
-    received_E = torch.empty_like(counts_E)
-    dist.all_to_all_single(received_E, counts_E, group=ep_group)
-    send_splits, recv_splits = torch.stack(
-        [counts_E.view(ep_size, -1).sum(1), received_E.view(ep_size, -1).sum(1)]
-    ).tolist()
-    num_rows = sum(recv_splits)
-    index_R, offs_L = sort_received(received_E.view(ep_size, -1), num_rows)
+    shared = ep_group is not None and dist.get_world_size(ep_group) > 1
     return DispatchPlan(
-        **own,
-        index_R=index_R,
-        position_SK=_inverse(index_R).unsqueeze(1),
-        groups=RowGroups(offs_L, num_rows),
-        send_splits=send_splits,
-        recv_splits=recv_splits,
+        order_N=order_N,
+        token_N=torch.div(order_N, top_k, rounding_mode="floor"),
+        position_TK=_inverse(order_N).view(-1, top_k),
+        counts_E=counts_E,
+        exchange=Exchange(counts_E, ep_group) if shared else None,
     )
 
 
@@ -99,27 +133,23 @@ def sort_received(counts_PL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor,
 
 
 def dispatch(
-    hidden_TH: torch.Tensor,
-    top_k_weights_TK: torch.Tensor,
-    plan: DispatchPlan,
-    ep_group: dist.ProcessGroup | None,
+    hidden_TH: torch.Tensor, top_k_weights_TK: torch.Tensor, plan: DispatchPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The source rows (S, H), and the routing weights (R,) of the rows that will be made of them."""
     weights = _Permute.apply(top_k_weights_TK.reshape(-1, 1), plan.order_N, plan.position_TK.view(-1))
-    if plan.send_splits is None:
+    if plan.exchange is None:
         return hidden_TH, weights.squeeze(1)
-    splits = (plan.send_splits, plan.recv_splits, ep_group)
-    source = _AllToAll.apply(GatherRows.apply(hidden_TH, plan.token_N, plan.position_TK), *splits)
-    weights = _Permute.apply(_AllToAll.apply(weights, *splits), plan.index_R, plan.position_SK.view(-1))
-    return source, weights.squeeze(1)
+    rows = GatherRows.apply(hidden_TH, plan.token_N, plan.position_TK)  # what the device does while the host waits
+    own = plan.own
+    weights = _Permute.apply(plan.exchange.there(weights), own.index_R, own.position_SK.view(-1))
+    return plan.exchange.there(rows), weights.squeeze(1)
 
 
-def combine(out_SH: torch.Tensor, plan: DispatchPlan, ep_group: dist.ProcessGroup | None) -> torch.Tensor:
+def combine(out_SH: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     """Bring the experts' weighted outputs, one for each source row, home: (T, H)."""
-    if plan.send_splits is None:
+    if plan.exchange is None:
         return out_SH
-    home_NH = _AllToAll.apply(out_SH, plan.recv_splits, plan.send_splits, ep_group)
-    return SumRows.apply(home_NH, plan.token_N, plan.position_TK)
+    return SumRows.apply(plan.exchange.back(out_SH), plan.token_N, plan.position_TK)
 
 
 class GatherRows(torch.autograd.Function):

@@ -21,7 +21,8 @@ from transformers.activations import SiLUActivation
 from coati_ext.kernel import moe_rows
 from coati_ext.kernel.fp8_gemm import BLOCK
 from coati_ext.kernel.grouped_gemm import grouped_mm
-from coati_ext.moe.dispatch import DispatchPlan, GatherRows, SumRows, combine, dispatch, plan_dispatch
+from coati_ext.kernel.row_groups import RowGroups
+from coati_ext.moe.dispatch import GatherRows, OwnRows, SumRows, combine, dispatch, plan_dispatch
 from coati_ext.moe.frozen_weights import Fp8Weight, FrozenProduct, FrozenWeight, PackedWeight
 from coati_ext.moe.lora_experts import lora_experts
 from coati_ext.utils.kept_dtypes import FP8, SCALE_SUFFIX, KeepsFp8, fp8_parameters
@@ -148,9 +149,9 @@ class MoeExperts(KeepsFp8):
         plan = plan_dispatch(top_k_index, self.num_experts, self.ep_group)
         if torch._C._current_graph_task_id() == -1:  # in a backward pass this is a recomputation, counted already
             self.tokens_per_expert_E += plan.counts_E
-        source_SH, weight_R = dispatch(hidden_states, top_k_weights, plan, self.ep_group)
+        source_SH, weight_R = dispatch(hidden_states, top_k_weights, plan)
         experts = self._frozen_experts if self._is_frozen_swiglu() else self._experts
-        return combine(experts(source_SH, weight_R, plan), plan, self.ep_group)
+        return combine(experts(source_SH, weight_R, plan.own), plan)
 
     def _is_frozen_swiglu(self) -> bool:
         """What `lora_experts` computes: other activations, dropout and trained weights go through autograd."""
@@ -159,12 +160,12 @@ class MoeExperts(KeepsFp8):
         chosen = moe_rows.FUSED_ON_GPUS or not self.gate_up_proj.is_cuda
         return chosen and self._is_swiglu and not drops and not trains
 
-    def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+    def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
         ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}
         down_rank = {name: ranks.pop(name) for name in ("down_proj",) if name in ranks}
         gate_up, down = self._frozen("gate_up_proj", ranks), self._frozen("down_proj", down_rank)
         lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
-        return lora_experts(source_SH, weight_R, plan, gate_up, down, lora_A, lora_B, self.scaling)
+        return lora_experts(source_SH, weight_R, own, gate_up, down, lora_A, lora_B, self.scaling)
 
     def _frozen(self, name: str, ranks: dict[str, int]) -> FrozenWeight:
         """The weight beside factors; a packed one is made at the first call, and where it was moved since."""
@@ -176,34 +177,34 @@ class MoeExperts(KeepsFp8):
             packed = self._packed[name] = PackedWeight(parameter, ranks)
         return packed
 
-    def _product(self, rows: torch.Tensor, name: str, plan: DispatchPlan) -> torch.Tensor:
+    def _product(self, rows: torch.Tensor, name: str, groups: RowGroups) -> torch.Tensor:
         """With gate_up_proj or down_proj, differentiable in it too unless it is FP8."""
         weight = getattr(self, name)
         if weight.dtype == FP8:
-            return FrozenProduct.apply(rows, self._frozen(name, {}), plan.groups)
-        return grouped_mm(rows, weight.transpose(-2, -1), plan.groups.offs_E)
+            return FrozenProduct.apply(rows, self._frozen(name, {}), groups)
+        return grouped_mm(rows, weight.transpose(-2, -1), groups.offs_E)
 
-    def _experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+    def _experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
         """The same of differentiable parts."""
-        offs_L = plan.groups.offs_E
-        rows_RH = GatherRows.apply(source_SH, plan.index_R, plan.position_SK)
-        gate_up = self._product(rows_RH, "gate_up_proj", plan)
+        groups = own.groups
+        rows_RH = GatherRows.apply(source_SH, own.index_R, own.position_SK)
+        gate_up = self._product(rows_RH, "gate_up_proj", groups)
         if self.adapters_enabled and "gate_proj" in self.lora_A:
-            gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), offs_L)
+            gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), groups)
         act_RI = self._gate[0]._apply_gate(gate_up)
         act_RI = (act_RI * weight_R.unsqueeze(-1)).to(rows_RH.dtype)
-        out_RH = self._product(act_RI, "down_proj", plan)
+        out_RH = self._product(act_RI, "down_proj", groups)
         if self.adapters_enabled and "down_proj" in self.lora_A:
-            out_RH = out_RH + self._lora(act_RI, ("down_proj",), offs_L)
-        return SumRows.apply(out_RH, plan.index_R, plan.position_SK)
+            out_RH = out_RH + self._lora(act_RI, ("down_proj",), groups)
+        return SumRows.apply(out_RH, own.index_R, own.position_SK)
 
-    def _lora(self, x: torch.Tensor, projections: tuple[str, ...], offs_L: torch.Tensor) -> torch.Tensor:
+    def _lora(self, x: torch.Tensor, projections: tuple[str, ...], groups: RowGroups) -> torch.Tensor:
         """scaling · x·A·B of projections that share their input, side by side: one thin product for all their A."""
         x = F.dropout(x, self.dropout, self.training)
         a = torch.cat([self.lora_A[projection] for projection in projections], dim=1).to(x.dtype)
-        low = grouped_mm(x, a.transpose(-2, -1), offs_L).split(self.rank, dim=-1)
+        low = grouped_mm(x, a.transpose(-2, -1), groups.offs_E).split(self.rank, dim=-1)
         outs = [
-            grouped_mm(part, self.lora_B[projection].to(x.dtype).transpose(-2, -1), offs_L)
+            grouped_mm(part, self.lora_B[projection].to(x.dtype).transpose(-2, -1), groups.offs_E)
             for part, projection in zip(low, projections, strict=True)
         ]
         return self.scaling * torch.cat(outs, dim=-1)

@@ -24,14 +24,14 @@ from coati_ext.kernel.moe_rows import (
     swiglu_rows,
     swiglu_rows_backward,
 )
-from coati_ext.moe.dispatch import DispatchPlan
+from coati_ext.moe.dispatch import OwnRows
 from coati_ext.moe.frozen_weights import FrozenWeight
 
 
 def lora_experts(
     source_SH: torch.Tensor,
     weight_R: torch.Tensor,
-    plan: DispatchPlan,
+    own: OwnRows,
     gate_up: FrozenWeight,
     down: FrozenWeight,
     lora_A: Mapping[str, torch.Tensor],
@@ -47,13 +47,13 @@ def lora_experts(
     for weight in (gate_up, down) if lora_A else ():
         weight.take(lora_A, lora_B)
     factors = [one[name] for name in lora_A for one in (lora_A, lora_B)]
-    frozen = _Frozen(plan=plan, gate_up=gate_up, down=down, scaling=scaling, adapted=tuple(lora_A))
+    frozen = _Frozen(own=own, gate_up=gate_up, down=down, scaling=scaling, adapted=tuple(lora_A))
     return _LoraExperts.apply(source_SH, weight_R, frozen, *factors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Frozen:
-    plan: DispatchPlan
+    own: OwnRows
     gate_up: FrozenWeight
     down: FrozenWeight
     scaling: float
@@ -62,29 +62,29 @@ class _Frozen:
     def low(self, weight: FrozenWeight, factor_LqK: torch.Tensor | None) -> LowRank | None:
         if not (self.adapted and weight.total):
             return None
-        return LowRank(factor_EqK=factor_LqK, scaling=self.scaling, spare=weight.spare, groups=self.plan.groups)
+        return LowRank(factor_EqK=factor_LqK, scaling=self.scaling, spare=weight.spare, groups=self.own.groups)
 
 
 class _LoraExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, source_SH, weight_R, frozen, *factors):
-        gate_up, down, plan, groups = frozen.gate_up, frozen.down, frozen.plan, frozen.plan.groups
+        gate_up, down, own, groups = frozen.gate_up, frozen.down, frozen.own, frozen.own.groups
         source_SH = source_SH.contiguous()
-        rows, low_up = gather_rows(source_SH, plan.index_R, frozen.low(gate_up, gate_up.a_LqK))
+        rows, low_up = gather_rows(source_SH, own.index_R, frozen.low(gate_up, gate_up.a_LqK))
         gate_up_R2I = gate_up.forward(rows, low_up, groups)
         del rows
         act, low_down = swiglu_rows(gate_up_R2I, weight_R, frozen.low(down, down.a_LqK))
         out_RH = down.forward(act, low_down, groups)
         ctx.frozen, ctx.dtype = frozen, factors[0].dtype if factors else None
         ctx.save_for_backward(source_SH, weight_R, gate_up_R2I, low_up, low_down)
-        return sum_rows(out_RH, plan.position_SK)
+        return sum_rows(out_RH, own.position_SK)
 
     @staticmethod
     def backward(ctx, grad_SH):
         frozen, (source_SH, weight_R, gate_up_R2I, low_up, low_down) = ctx.frozen, ctx.saved_tensors
-        gate_up, down, plan, groups = frozen.gate_up, frozen.down, frozen.plan, frozen.plan.groups
+        gate_up, down, own, groups = frozen.gate_up, frozen.down, frozen.own, frozen.own.groups
         grad_SH = grad_SH.contiguous()
-        grad, grad_low_down = gather_rows(grad_SH, plan.index_R, frozen.low(down, down.b_LqN))
+        grad, grad_low_down = gather_rows(grad_SH, own.index_R, frozen.low(down, down.b_LqN))
         grad_act_RI = down.backward(grad, grad_low_down, groups)
         del grad
         grad_gate_up, grad_low_up, grad_weight_R, act_RI = swiglu_rows_backward(
@@ -95,11 +95,11 @@ class _LoraExperts(torch.autograd.Function):
         found = {}
         if low_down is not None:
             a = factor_gradient(grad_low_down, act_RI, groups, dtype=ctx.dtype)
-            b = factor_gradient(low_down, grad_SH, groups, dtype=ctx.dtype, index_R=plan.index_R, transposed=True)
+            b = factor_gradient(low_down, grad_SH, groups, dtype=ctx.dtype, index_R=own.index_R, transposed=True)
             found["down_proj"] = (a, b)
         del act_RI
         if low_up is not None:
-            a = factor_gradient(grad_low_up, source_SH, groups, dtype=ctx.dtype, index_R=plan.index_R)
+            a = factor_gradient(grad_low_up, source_SH, groups, dtype=ctx.dtype, index_R=own.index_R)
             for name, (rows, columns) in gate_up.places.items():
                 of_rows = grad_gate_up[:, rows]
                 b = factor_gradient(low_up[:, columns], of_rows, groups, dtype=ctx.dtype, transposed=True)
@@ -107,6 +107,6 @@ class _LoraExperts(torch.autograd.Function):
         grad_source_SH = None
         if ctx.needs_input_grad[0]:
             grad_rows = gate_up.backward(grad_gate_up, grad_low_up, groups)
-            grad_source_SH = sum_rows(grad_rows, plan.position_SK)
+            grad_source_SH = sum_rows(grad_rows, own.position_SK)
         gradients = [gradient for name in frozen.adapted for gradient in found[name]]
         return grad_source_SH, grad_weight_R, None, *gradients

@@ -130,6 +130,9 @@ class DecoderZeroOptimizer(HybridParallelZeroOptimizer):
         for piece, tensor in saved.read(wanted, rank=dist.get_rank()):
             param, master, shard = wanted[piece]
             put_piece(piece, tensor, param, master, states.setdefault(master, {}), shard=shard)
+        if any(group.get("fused") for group in self.optim.param_groups):  # which counts steps on the device
+            for master, state in states.items():
+                state |= {kind: value.to(master.device) for kind, value in state.items() if value.dim() == 0}
         self.optim.state.update(states)
         scaler = self._scaler
         if scaler is not None and saved.shared_state["loss_scale"] is not None:

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -220,10 +221,15 @@ def choose_trained(
 def make_optimizer(
     config: FinetuneConfig | GRPOConfig, model: nn.Module, num_steps: int
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW over what is trained and its schedule, one value an optimizer step; Gemini takes its own AdamW only."""
+    """AdamW over what is trained and its schedule, one value an optimizer step; Gemini takes its own AdamW only.
+
+    On a GPU it is the fused one: one pass over weights and states, and no temporary copies of them.
+    """
     train, adamw = config.train, torch.optim.AdamW
     if config.parallel.plugin.startswith("gemini"):
         from colossalai.nn.optimizer import HybridAdam as adamw
+    elif current_device().type == "cuda":
+        adamw = partial(adamw, fused=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(trained, lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay)
     return optimizer, LambdaLR(optimizer, cosine_with_warmup(num_steps, train.warmup_steps))

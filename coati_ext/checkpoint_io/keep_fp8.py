@@ -1,8 +1,10 @@
 """Frozen weights that stay in FP8 as the checkpoint has them: half the memory of bf16, and nothing to convert.
 
-model = build_meta_model(directory, torch.bfloat16)
-...  # shard it
-report = keep_fp8(model, directory)  # before load_weights, which then reads values and scales as they are
+    model = build_meta_model(directory, torch.bfloat16)
+    ...  # shard it
+    report = keep_fp8(model, directory)
+
+It comes before `load_weights`, which then reads values and scales as they are.
 """
 
 from dataclasses import dataclass

@@ -107,7 +107,7 @@ def quantize_fp8(
     """
     if weight.dtype not in DTYPES:
         raise ValueError(f"quantize_fp8: weight is {weight.dtype}, expected one of {_names(DTYPES)}")
-    grid = _grid_of_scales(weight.shape, block_size)
+    grid = grid_of_scales(weight.shape, block_size)
     quantized = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale_inv = torch.empty(*weight.shape[:-2], *grid, dtype=torch.float32, device=weight.device)
     if weight.numel() == 0:
@@ -152,7 +152,8 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _grid_of_scales(shape: torch.Size, block_size: tuple[int, int]) -> tuple[int, int]:
+def grid_of_scales(shape: torch.Size, block_size: tuple[int, int] = (128, 128)) -> tuple[int, int]:
+    """Rows and columns of the scales of one matrix of a weight (..., N, M)."""
     if len(shape) < 2 or max(shape[-2:]) >= 2**30:
         raise ValueError(f"FP8 blocks need a weight of 2 or more dims, the last two below 2**30; got {tuple(shape)}")
     if len(block_size) != 2 or min(block_size) < 1:
@@ -168,7 +169,7 @@ def _check_operands(
             f"dequantize_fp8: weight of shape {tuple(weight.shape)} is {weight.dtype}, "
             f"expected one of {_names(FP8_DTYPES)}"
         )
-    expected = (*weight.shape[:-2], *_grid_of_scales(weight.shape, block_size))
+    expected = (*weight.shape[:-2], *grid_of_scales(weight.shape, block_size))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"dequantize_fp8: scale_inv has shape {tuple(scale_inv.shape)}; a weight of shape {tuple(weight.shape)} "

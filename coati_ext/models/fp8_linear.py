@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coati_ext.kernel.fp8_cast import dequantize_fp8
-from coati_ext.kernel.fp8_gemm import BLOCK
+from coati_ext.kernel.fp8_cast import dequantize_fp8, grid_of_scales
 from coati_ext.utils.kept_dtypes import KeepsFp8, fp8_parameters
 
 
@@ -25,8 +24,7 @@ class Fp8Linear(KeepsFp8, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = linear.weight.dtype
-        grid = tuple(-(-size // block) for size, block in zip(linear.weight.shape, BLOCK, strict=True))
-        self.weight, self.weight_scale_inv = fp8_parameters(linear.weight, grid)
+        self.weight, self.weight_scale_inv = fp8_parameters(linear.weight, grid_of_scales(linear.weight.shape))
         self.bias = linear.bias
         self.train(linear.training)
 
@@ -38,11 +36,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, scale_IJ, bias):
         ctx.save_for_backward(weight_NK, scale_IJ)
-        return F.linear(x, dequantize_fp8(weight_NK, scale_IJ, block_size=BLOCK, dtype=x.dtype), bias)
+        return F.linear(x, dequantize_fp8(weight_NK, scale_IJ, dtype=x.dtype), bias)
 
     @staticmethod
     def backward(ctx, grad):
         weight_NK, scale_IJ = ctx.saved_tensors
-        weight = dequantize_fp8(weight_NK, scale_IJ, block_size=BLOCK, dtype=grad.dtype)
+        weight = dequantize_fp8(weight_NK, scale_IJ, dtype=grad.dtype)
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         return grad @ weight, None, None, grad_bias

@@ -66,8 +66,9 @@ class Exchange:
 
     def __init__(self, counts_E: torch.Tensor, ep_group: dist.ProcessGroup) -> None:
         self.group = ep_group
-        self._received_PL = torch.empty_like(counts_E).view(dist.get_world_size(ep_group), -1)
-        dist.all_to_all_single(self._received_PL, counts_E, group=ep_group)
+        received_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(received_E, counts_E, group=ep_group)
+        self._received_PL = received_E.view(dist.get_world_size(ep_group), -1)
         splits = torch.stack([counts_E.view_as(self._received_PL).sum(1), self._received_PL.sum(1)])
         self._splits = splits.to("cpu", non_blocking=True)
         self._copied = None

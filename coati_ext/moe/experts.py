@@ -19,7 +19,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from coati_ext.kernel import moe_rows
-from coati_ext.kernel.fp8_gemm import BLOCK
+from coati_ext.kernel.fp8_cast import grid_of_scales
 from coati_ext.kernel.grouped_gemm import grouped_mm
 from coati_ext.kernel.row_groups import RowGroups
 from coati_ext.moe.dispatch import GatherRows, OwnRows, SumRows, combine, dispatch, plan_dispatch
@@ -108,7 +108,7 @@ class MoeExperts(KeepsFp8):
         self.rank, self.scaling, self.dropout = 0, 0.0, 0.0
         self.adapters_enabled = True
         self._packed: dict[str, PackedWeight] = {}
-        self._dtype = self.gate_up_proj.dtype
+        self._dtype_before_fp8: torch.dtype | None = None
         device = self.gate_up_proj.device
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert_E", counts, persistent=False)
@@ -122,10 +122,10 @@ class MoeExperts(KeepsFp8):
     def keep_fp8(self, name: str) -> None:
         """Make room for gate_up_proj or down_proj, frozen, as e4m3 with the scales of 128 x 128 blocks (fp32)."""
         weight = getattr(self, name)
-        num_parts = self._num_parts(name)
-        rows = num_parts * -(-weight.shape[1] // num_parts // BLOCK[0])
-        scale_shape = (weight.shape[0], rows, -(-weight.shape[2] // BLOCK[1]))
-        values, scales = fp8_parameters(weight, scale_shape)
+        parts = weight.unflatten(1, (self._num_parts(name), -1))
+        down, across = grid_of_scales(parts.shape)
+        values, scales = fp8_parameters(weight, (len(weight), parts.shape[1] * down, across))
+        self._dtype_before_fp8 = weight.dtype
         setattr(self, name, values)
         setattr(self, name + SCALE_SUFFIX, scales)
 
@@ -138,7 +138,7 @@ class MoeExperts(KeepsFp8):
         self.rank, self.scaling, self.dropout = rank, scaling, dropout
         for projection in projections:
             width_in, width_out = self.features(projection)
-            like = {"dtype": self._dtype, "device": self.gate_up_proj.device}
+            like = {"dtype": self._dtype_before_fp8 or self.gate_up_proj.dtype, "device": self.gate_up_proj.device}
             self.lora_A[projection] = nn.Parameter(torch.zeros(self.num_local_experts, rank, width_in, **like))
             self.lora_B[projection] = nn.Parameter(torch.zeros(self.num_local_experts, width_out, rank, **like))
 

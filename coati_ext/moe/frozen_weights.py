@@ -15,7 +15,6 @@ from torch import nn
 
 from coati_ext.kernel.copy_matrices import copy_matrices
 from coati_ext.kernel.fp8_cast import dequantize_fp8
-from coati_ext.kernel.fp8_gemm import BLOCK, rows_by_fp8
 from coati_ext.kernel.grouped_gemm import rows_by_weights
 from coati_ext.kernel.row_groups import RowGroups
 
@@ -124,6 +123,8 @@ class PackedWeight(FrozenWeight):
 class Fp8Weight(FrozenWeight):
     """Kept in FP8 with the scales of blocks of 128 x 128, which count anew from the first row of each part.
 
+    Each product dequantises the whole weight, and the copy is gone after it.
+
     Args:
         weight_LNK, scale_LIJ: float8_e4m3fn and fp32.
         num_parts: projections that lie one below the other, each of N / num_parts rows.
@@ -161,20 +162,10 @@ class Fp8Weight(FrozenWeight):
         *,
         transposed: bool,
     ) -> torch.Tensor:
-        low = None if low_Rq is None else (low_Rq, factor_LqN)
-        if self.width_out // self._num_parts % BLOCK[0] == 0 or self._num_parts == 1:
-            return rows_by_fp8(rows, self._weight_LNK, self._scale_LIJ, groups, transposed=transposed, low=low)
-        weight_LNK = self.dequantized(rows.dtype)
+        weight, scale = (each.unflatten(1, (self._num_parts, -1)) for each in (self._weight_LNK, self._scale_LIJ))
+        weight_LNK = dequantize_fp8(weight, scale, dtype=rows.dtype).flatten(1, 2)
         out = rows_by_weights(rows, weight_LNK if transposed else weight_LNK.transpose(1, 2), groups.offs_E)
-        return out if low is None else out + rows_by_weights(*low, groups.offs_E)
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """(L, N, K), of any width of the parts."""
-        weight, scale = (
-            each.unflatten(1, (self._num_parts, each.shape[1] // self._num_parts))
-            for each in (self._weight_LNK, self._scale_LIJ)
-        )
-        return dequantize_fp8(weight, scale, block_size=BLOCK, dtype=dtype).flatten(1, 2)
+        return out if low_Rq is None else out + rows_by_weights(low_Rq, factor_LqN, groups.offs_E)
 
 
 class FrozenProduct(torch.autograd.Function):

@@ -42,6 +42,19 @@ def test_without_their_adapters_the_engines_compute_the_same():
     torch.testing.assert_close(loop(hidden, index, weights), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_in_fp8_are_those_in_bf16_but_for_their_rounding():
+    device = torch.device("cpu")
+    shape = experts.Shape(num_experts=2, hidden=136, intermediate=72, top_k=1)  # whose blocks are ragged
+    blocks = []
+    for engine in ("ours", "ours_fp8"):
+        torch.manual_seed(0)
+        blocks.append(experts.ENGINES[engine](shape, 2, device))
+    hidden, weights = torch.randn(7, 136), torch.rand(7, 1)
+    index = experts.route(shape, 7, "uniform", device)
+    ours, fp8 = (block(hidden, index, weights) for block in blocks)
+    assert 0 < (fp8 - ours).norm() / ours.norm() < 0.08  # e4m3 has 4 bits
+
+
 def test_routings_are_what_they_say():
     shape = experts.Shape(num_experts=8, hidden=1, intermediate=1, top_k=2)
     counts = {

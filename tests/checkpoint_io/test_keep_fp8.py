@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from distributed import pool
 from fp8_checkpoint import make_fp8_dir
 from parity import lora_config, randomise_lora_B
 from peft import LoraConfig
@@ -14,7 +15,7 @@ from coati_ext.checkpoint_io.keep_fp8 import keep_fp8
 from coati_ext.checkpoint_io.layout import Layout
 from coati_ext.checkpoint_io.load import build_meta_model, load_weights
 from coati_ext.models.fp8_linear import Fp8Linear
-from coati_ext.models.lora import inject_lora
+from coati_ext.models.lora import adapters_disabled, inject_lora
 from coati_ext.models.shard import shard_decoder
 from coati_ext.moe.experts import MoeExperts
 from tests.checkpoint_io.meta_models import CPU, ONE, edit, save_model, shard
@@ -79,6 +80,58 @@ def test_output_and_every_gradient_are_those_of_the_dequantised_model(directory,
     for name, tensor in expected.items():
         assert (ours[name] - tensor).norm() <= 1e-5 * tensor.norm(), name  # the weights are the same to the bit
     assert all(tensor.any() for name, tensor in ours.items() if "experts.lora" not in name)
+
+
+@torch.no_grad()
+def test_without_its_adapter_it_is_the_base_model(directory):
+    (model, *_), (base, *_) = load(directory, kept=True, lora=lora_config(["all"])), load(directory, kept=False)
+    expected = base(token_batch()).logits
+    assert (model(token_batch()).logits - expected).norm() > 0.01 * expected.norm()
+    with adapters_disabled(model):
+        torch.testing.assert_close(model(token_batch()).logits, expected)
+
+
+def one_step(directory: str, kept: bool, precision: str) -> tuple[dict[str, torch.Tensor], bool]:
+    """The adapter of this rank after a step under ep 2, and whether what was kept is still the file's bytes."""
+    from coati_ext import compat
+
+    compat.apply()
+    from colossalai.booster import Booster
+
+    from coati_ext.plugin import MoeLoraPlugin
+
+    plugin = MoeLoraPlugin(ep_size=2, precision=precision, max_norm=0.0)
+    booster = Booster(plugin=plugin)
+    model = build_meta_model(directory, plugin.dtype)
+    plugin.shard(model)
+    if kept:
+        keep_fp8(model, directory)
+    load_weights(model, directory, plugin.layout, plugin.layout_rank, device=CPU)
+    before = {name: p.view(torch.uint8).clone() for name, p in model.named_parameters() if p.dtype == FP8}
+    booster.enable_lora(model, lora_config=lora_config(["all"]))
+    randomise_lora_B(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    tokens = token_batch(2, 9)
+    booster.backward(boosted(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    after = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if p.dtype == FP8}
+    same = before.keys() == after.keys() and all(torch.equal(after[n].view(torch.uint8), b) for n, b in before.items())
+    adapter = {name: p.detach().float() for name, p in model.named_parameters() if p.requires_grad}
+    return adapter, same and bool(before) == kept
+
+
+def test_a_step_under_expert_parallelism_is_that_of_the_dequantised_model(directory):
+    kept, plain = (pool(2).run(one_step, str(directory), keep, "fp32") for keep in (True, False))
+    for (ours, same), (expected, _) in zip(kept, plain, strict=True):
+        assert same and ours.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (ours[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+
+
+def test_a_wrapper_of_16_bits_leaves_what_is_kept(directory):
+    for adapter, same in pool(2).run(one_step, str(directory), True, "bf16"):
+        assert same and all(tensor.isfinite().all() for tensor in adapter.values())
 
 
 def test_factors_are_of_the_compute_dtype_and_no_cast_touches_what_is_kept(directory):

@@ -24,7 +24,6 @@ COPY = {
     "source_column": "i32", "target_matrix": "i64", "target_row": "i32", "target_column": "i32",
 }  # fmt: skip
 TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}
-WITHOUT_SPARE = {**TILE, "SPARE": 0}
 KERNELS = {
     "_tiles": {"GROUPS": 256, "ROWS": 64},
     "_gather_rows": {"BLOCK": 2048},
@@ -37,8 +36,9 @@ KERNELS = {
     "_factor_gradient": {"INDEXED": True, "Q": 16, "ROWS": 64, "BLOCK": 128},
     "_copy_matrices": {"BLOCK": 1024},
 }
+WITH_LOW = ("_gather_rows_low", "_swiglu_rows_low", "_swiglu_rows_backward_low")
 
-for name, constants in [*KERNELS.items(), ("_gather_rows_low", WITHOUT_SPARE), ("_swiglu_rows_low", WITHOUT_SPARE)]:
+for name, constants in [*KERNELS.items(), *((name, {**KERNELS[name], "SPARE": 0}) for name in WITH_LOW)]:
     kernel = getattr(moe_rows_triton, name, None) or getattr(copy_matrices_triton, name)
     types = {**COMMON, **GRADIENT, **COPY}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}

@@ -86,6 +86,13 @@ def test_any_part_of_the_projections_can_be_adapted(projections):
     torch.testing.assert_close(layer(*inputs), merged_forward(original, layer, *inputs), rtol=1e-4, atol=1e-5)
 
 
+def test_factors_have_the_dtype_that_the_weights_were_cast_to():
+    _, experts = experts_of(tiny_model("mixtral"))
+    layer = MoeExperts(experts.requires_grad_(False)).to(torch.bfloat16)
+    layer.add_lora(["gate_proj", "up_proj"], rank=2, scaling=1.0)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+
+
 def test_frozen_weights_get_no_gradient_and_a_starved_expert_gets_zeros():
     layer, _ = adapted_pair("mixtral", 4)
     layer(*routed_inputs(layer, num_tokens=6, top_k=2, num_used=3)).sum().backward()

@@ -127,6 +127,17 @@ def test_a_wrong_config_is_named_with_file_and_key(files, content, message):
         check(files)
 
 
+def test_weights_that_cannot_be_kept_in_fp8_are_refused_by_the_flag(files):
+    with pytest.raises(ValueError, match=r"^--frozen_dtype fp8: the weights of --pretrained .*base are not FP8"):
+        check(files, frozen_dtype="fp8")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"model_type": "llama", "quantization_config": fp8}
+    (files / "base" / "config.json").write_text(json.dumps(config))
+    check(files, frozen_dtype="fp8")
+    with pytest.raises(ValueError, match=r"^--frozen_dtype fp8 with --tp 2: FP8 matrices cannot be shared out"):
+        check(files, frozen_dtype="fp8", plugin="3d", tp=2)
+
+
 def test_a_config_that_is_a_directory_and_a_model_that_is_a_file_are_named(files):
     with pytest.raises(ValueError, match=r"--pretrained .*config.json: is a file"):
         check(files, pretrained=str(files / "base" / "config.json"))

@@ -95,7 +95,6 @@ def add_experts_flags(experts: argparse.ArgumentParser) -> None:
         help="ours, ours_fp8 (frozen weights in FP8), frozen (transformers' grouped_mm without LoRA), peft "
         "(target_parameters on it), peft_eager, loop (over experts, as ColossalAI's); default: ours frozen peft",
     )  # fmt: skip
-    experts.add_argument("--fused", action="store_true", help="ours with its Triton kernels (off on GPUs so far)")
     experts.add_argument("--rank", type=int, default=8, help="of the LoRA (default: %(default)s)")
     experts.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")
     experts.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
@@ -108,9 +107,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def measure_experts(args: argparse.Namespace) -> int:
     from coati_ext.benchmark import experts
-    from coati_ext.kernel import moe_rows
 
-    moe_rows.FUSED_ON_GPUS |= args.fused
     names = list(experts.SHAPES) if args.shapes is None else args.shapes
     if unknown := set(names) - set(experts.SHAPES):
         raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; there are {', '.join(experts.SHAPES)}")

@@ -9,16 +9,13 @@ index_put, so results do not change from run to run.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from coati_ext.kernel.grouped_gemm import rows_by_weights, weight_gradient
 from coati_ext.kernel.row_groups import RowGroups
-
-FUSED_ON_GPUS = False
-"""Whether experts on GPUs go through the Triton kernels and `lora_experts`, or through plain differentiable parts. Off:
-on a GPU the kernels have been timed, and not yet checked by tests/gpu/test_experts.py, which switches them on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +31,14 @@ class LowRank:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether Triton runs here: 16-bit rows on a GPU of NVIDIA."""
-    on_gpu = FUSED_ON_GPUS and tensor.is_cuda and torch.version.hip is None
-    return on_gpu and tensor.dtype in (torch.bfloat16, torch.float16)
+    """Whether Triton runs here: 16-bit rows on a GPU of NVIDIA that has products of bf16."""
+    return tensor.dtype in (torch.bfloat16, torch.float16) and on_triton(tensor.device)
+
+
+@cache
+def on_triton(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def gather_rows(

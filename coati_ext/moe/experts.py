@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from coati_ext.kernel import moe_rows
 from coati_ext.kernel.fp8_cast import grid_of_scales
 from coati_ext.kernel.grouped_gemm import grouped_mm
 from coati_ext.kernel.row_groups import RowGroups
@@ -157,8 +156,7 @@ class MoeExperts(KeepsFp8):
         """What `lora_experts` computes: other activations, dropout and trained weights go through autograd."""
         drops = self.dropout > 0 and self.training and len(self.lora_A) > 0
         trains = self.gate_up_proj.requires_grad or self.down_proj.requires_grad
-        chosen = moe_rows.FUSED_ON_GPUS or not self.gate_up_proj.is_cuda
-        return chosen and self._is_swiglu and not drops and not trains
+        return self._is_swiglu and not drops and not trains
 
     def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
         ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}

@@ -5,16 +5,10 @@ import torch
 from torch import nn
 
 from coati_ext.benchmark import experts
-from coati_ext.kernel import moe_rows
 from coati_ext.kernel.fp8_cast import dequantize_fp8
 from coati_ext.moe.experts import PROJECTIONS, MoeExperts
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def fused(monkeypatch):
-    monkeypatch.setattr(moe_rows, "FUSED_ON_GPUS", True)
 
 
 SHAPES = {
@@ -36,7 +30,7 @@ def layer_of(shape, rank, projections=PROJECTIONS, dtype=torch.bfloat16) -> MoeE
 def run(block: MoeExperts, shape, num_tokens: int, num_used: int) -> list[torch.Tensor]:
     """Output and all gradients; only the first experts have tokens."""
     torch.manual_seed(1)
-    dtype = block.gate_up_proj.dtype
+    dtype = block.lora_A[next(iter(block.lora_A))].dtype
     hidden = torch.randn(num_tokens, shape.hidden, device="cuda").to(torch.bfloat16).to(dtype).requires_grad_()
     weights = torch.rand(num_tokens, shape.top_k, device="cuda").requires_grad_()
     index = torch.rand(num_tokens, num_used, device="cuda").topk(shape.top_k, dim=-1).indices

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from coati_ext.kernel.moe_rows import LowRank
 
-ROWS = 64  # of a tile
+ROWS = (64, 32, 16)  # of a tile: the most of which there are ENOUGH
+ENOUGH = 256  # tiles, two for each multiprocessor of an H200
 WIDTH = 128  # columns of the rows that a program has at a time, beside the factors
 WIDEST = 2048  # the same where a program has one row and no factors
 FACTOR = 64  # columns of the factors that a program takes
@@ -27,23 +28,26 @@ class Tiles:
     """start_E: int32, (E + 1,), where each group begins, and the end of the last.
     first_tile_E: int32, (E + 1,), the first tile of rows of each group, and the number of all.
     group_M: int32, the group of each tile; what is behind the last is not set.
+    height: rows of a tile.
     """
 
     start_E: torch.Tensor
     first_tile_E: torch.Tensor
     group_M: torch.Tensor
+    height: int
 
 
 def tiles_of(offs_E: torch.Tensor, num_rows: int) -> Tiles:
-    """Tiles of ROWS rows, each of one group, made on the device."""
+    """Tiles of rows, each of one group, made on the device."""
+    height = next((height for height in ROWS if num_rows >= ENOUGH * height), ROWS[-1])
     num_groups = offs_E.shape[0]
     start_E, first_tile_E = offs_E.new_empty(num_groups + 1), offs_E.new_empty(num_groups + 1)
-    group_M = offs_E.new_empty(num_rows // ROWS + num_groups)
+    group_M = offs_E.new_empty(num_rows // height + num_groups)
     _tiles[(num_groups + 1,)](
         offs_E, start_E, first_tile_E, group_M, num_groups,
-        GROUPS=triton.next_power_of_2(num_groups), ROWS=ROWS, num_warps=1,
+        GROUPS=triton.next_power_of_2(num_groups), ROWS=height, num_warps=1,
     )  # fmt: skip
-    return Tiles(start_E=start_E, first_tile_E=first_tile_E, group_M=group_M)
+    return Tiles(start_E=start_E, first_tile_E=first_tile_E, group_M=group_M, height=height)
 
 
 @triton.jit
@@ -157,7 +161,12 @@ def _grid(low: LowRank) -> tuple[int, int]:
 
 def _blocks(low: LowRank, width: int = WIDTH) -> dict[str, int]:
     spare = triton.next_power_of_2(low.spare) if low.spare else 0
-    return {"Q": _factor_block(low.factor_EqK.shape[1]), "SPARE": spare, "ROWS": ROWS, "BLOCK": width}
+    return {
+        "Q": _factor_block(low.factor_EqK.shape[1]),
+        "SPARE": spare,
+        "ROWS": low.groups.tiles.height,
+        "BLOCK": width,
+    }
 
 
 # --- sum
@@ -373,7 +382,7 @@ def factor_gradient_triton(
     _factor_gradient[(triton.cdiv(k, width), num_groups, triton.cdiv(q, block))](
         low_Rq, x, index_R, out, tiles.start_E, k, q, low_Rq.stride(0), x.stride(0),
         q if transposed else 1, 1 if transposed else k,
-        INDEXED=index_R is not None, Q=block, ROWS=ROWS, BLOCK=width, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        INDEXED=index_R is not None, Q=block, ROWS=ROWS[0], BLOCK=width, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
 

@@ -16,22 +16,18 @@ import torch.distributed as dist
 
 from coati_ext.kernel.moe_rows import gather_rows, sum_rows
 from coati_ext.kernel.row_groups import RowGroups
+from coati_ext.kernel.sort_rows import SortedRows, inverse, sort_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
     """Where the routed rows of one forward go.
 
-    order_N, token_N: routed rows sorted by expert (stable): an index into the flattened (T, K) choice, and their token.
-    position_TK: where the rows of each token are among these.
-    counts_E: rows per expert of the model that this rank sends.
+    rows: by expert.
     exchange: with the EP group; None without one.
     """
 
-    order_N: torch.Tensor
-    token_N: torch.Tensor
-    position_TK: torch.Tensor
-    counts_E: torch.Tensor
+    rows: SortedRows
     exchange: "Exchange | None"
 
     @cached_property
@@ -39,8 +35,9 @@ class DispatchPlan:
         """Rows of this rank's experts. At its first use under expert parallelism the host waits for the counts."""
         if self.exchange is not None:
             return self.exchange.wait()
-        ends_E, num_rows = self.counts_E.cumsum(0, dtype=torch.int32), len(self.order_N)
-        return OwnRows(index_R=self.token_N, position_SK=self.position_TK, groups=RowGroups(ends_E, num_rows))
+        rows = self.rows
+        groups = RowGroups(rows.ends_E, len(rows.order_N))
+        return OwnRows(index_R=rows.token_N, position_SK=rows.position_TK, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ class Exchange:
         self.send_splits, self.recv_splits = self._splits.tolist()
         num_rows = sum(self.recv_splits)
         index_R, offs_L = sort_received(self._received_PL, num_rows)
-        position_SK = _inverse(index_R).unsqueeze(1)
+        position_SK = inverse(index_R).unsqueeze(1)
         return OwnRows(index_R=index_R, position_SK=position_SK, groups=RowGroups(offs_L, num_rows))
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
@@ -98,21 +95,9 @@ def plan_dispatch(
     top_k_index_TK: torch.Tensor, num_experts: int, ep_group: dist.ProcessGroup | None = None
 ) -> DispatchPlan:
     """Sort the routed rows by expert, and tell the EP group who gets how many; the host waits for nothing."""
-    expert_N, order_N = top_k_index_TK.reshape(-1).int().sort(stable=True)  # a radix sort takes a pass a byte
-    # Not bincount, which waits for the device: without an EP group this can be part of a CUDA graph.
-    ends_E = torch.searchsorted(
-        expert_N, torch.arange(num_experts, dtype=torch.int32, device=expert_N.device), right=True
-    )
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    top_k = top_k_index_TK.shape[-1]
+    rows = sort_rows(top_k_index_TK, num_experts)
     shared = ep_group is not None and dist.get_world_size(ep_group) > 1
-    return DispatchPlan(
-        order_N=order_N,
-        token_N=torch.div(order_N, top_k, rounding_mode="floor"),
-        position_TK=_inverse(order_N).view(-1, top_k),
-        counts_E=counts_E,
-        exchange=Exchange(counts_E, ep_group) if shared else None,
-    )
+    return DispatchPlan(rows=rows, exchange=Exchange(rows.counts_E, ep_group) if shared else None)
 
 
 def sort_received(counts_PL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,10 +122,12 @@ def dispatch(
     hidden_TH: torch.Tensor, top_k_weights_TK: torch.Tensor, plan: DispatchPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The source rows (S, H), and the routing weights (R,) of the rows that will be made of them."""
-    weights = _Permute.apply(top_k_weights_TK.reshape(-1, 1), plan.order_N, plan.position_TK.view(-1))
+    weights = _Permute.apply(top_k_weights_TK.reshape(-1, 1), plan.rows.order_N, plan.rows.position_TK.view(-1))
     if plan.exchange is None:
         return hidden_TH, weights.squeeze(1)
-    rows = GatherRows.apply(hidden_TH, plan.token_N, plan.position_TK)  # what the device does while the host waits
+    rows = GatherRows.apply(
+        hidden_TH, plan.rows.token_N, plan.rows.position_TK
+    )  # what the device does while the host waits
     own = plan.own
     weights = _Permute.apply(plan.exchange.there(weights), own.index_R, own.position_SK.view(-1))
     return plan.exchange.there(rows), weights.squeeze(1)
@@ -150,7 +137,7 @@ def combine(out_SH: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
     """Bring the experts' weighted outputs, one for each source row, home: (T, H)."""
     if plan.exchange is None:
         return out_SH
-    return SumRows.apply(plan.exchange.back(out_SH), plan.token_N, plan.position_TK)
+    return SumRows.apply(plan.exchange.back(out_SH), plan.rows.token_N, plan.rows.position_TK)
 
 
 class GatherRows(torch.autograd.Function):
@@ -209,9 +196,3 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _AllToAll.apply(grad, *ctx.reverse), None, None, None
-
-
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return inverse

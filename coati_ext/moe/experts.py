@@ -147,7 +147,7 @@ class MoeExperts(KeepsFp8):
         """(T, H) hidden, (T, K) chosen experts and their weights -> (T, H), as transformers' experts modules."""
         plan = plan_dispatch(top_k_index, self.num_experts, self.ep_group)
         if torch._C._current_graph_task_id() == -1:  # in a backward pass this is a recomputation, counted already
-            self.tokens_per_expert_E += plan.counts_E
+            self.tokens_per_expert_E += plan.rows.counts_E
         source_SH, weight_R = dispatch(hidden_states, top_k_weights, plan)
         experts = self._frozen_experts if self._is_frozen_swiglu() else self._experts
         return combine(experts(source_SH, weight_R, plan.own), plan)

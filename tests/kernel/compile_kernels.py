@@ -6,7 +6,7 @@ Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coati_ext.kernel import copy_matrices_triton, moe_rows_triton
+from coati_ext.kernel import copy_matrices_triton, moe_rows_triton, sort_rows_triton
 
 ROWS, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 LOW = {
@@ -23,6 +23,10 @@ COPY = {
     "target": ROWS, "num_elements": "i32", "num_columns": "i32", "source_matrix": "i64", "source_row": "i32",
     "source_column": "i32", "target_matrix": "i64", "target_row": "i32", "target_column": "i32",
 }  # fmt: skip
+SORT = {
+    "counts_BE": INT32, "first_BE": INT32, "total_E": INT64, "ends_E": INT32, "order": INT64, "token": INT64,
+    "num_rows": "i32", "num_experts": "i32", "num_chunks": "i32", "top_k": "i32",
+}  # fmt: skip
 TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}
 KERNELS = {
     "_tiles": {"GROUPS": 256, "ROWS": 64},
@@ -35,12 +39,18 @@ KERNELS = {
     "_swiglu_rows_backward_low": {**TILE, "BLOCK": 64},
     "_factor_gradient": {"INDEXED": True, "Q": 16, "ROWS": 64, "BLOCK": 128},
     "_copy_matrices": {"BLOCK": 1024},
+    "_count_rows": {"EXPERTS": 512, "CHUNK": 512},
+    "_first_rows": {"EXPERTS": 512, "CHUNKS": 1024},
+    "_place_rows": {"CHUNK": 512, "LANES": 32},
 }
 WITH_LOW = ("_gather_rows_low", "_swiglu_rows_low", "_swiglu_rows_backward_low")
 
-for name, constants in [*KERNELS.items(), *((name, {**KERNELS[name], "SPARE": 0}) for name in WITH_LOW)]:
-    kernel = getattr(moe_rows_triton, name, None) or getattr(copy_matrices_triton, name)
-    types = {**COMMON, **GRADIENT, **COPY}
+MODULES = (moe_rows_triton, copy_matrices_triton, sort_rows_triton)
+others = [(name, {**KERNELS[name], **changed}) for name in WITH_LOW for changed in ({"SPARE": 0}, {"ROWS": 16})]
+
+for name, constants in [*KERNELS.items(), *others]:
+    kernel = next(vars(module)[name] for module in MODULES if name in vars(module))
+    types = {**COMMON, **GRADIENT, **COPY, **SORT}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     compiled = compile(ASTSource(kernel, signature, values, {}), target=GPUTarget("cuda", 90, 32))

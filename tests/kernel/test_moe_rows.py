@@ -21,10 +21,11 @@ def kernels():
     return interpreted("moe_rows_triton")
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", "triton, high tiles"])
 def path(request, kernels, monkeypatch):
     """Where the functions of `moe_rows` go."""
-    if request.param == "triton":
+    if request.param != "torch":
+        monkeypatch.setattr(kernels, "ENOUGH", 1 if request.param == "triton, high tiles" else 256)
         monkeypatch.setattr(moe_rows, "has_kernels", lambda tensor: True)
         monkeypatch.setitem(__import__("sys").modules, "coati_ext.kernel.moe_rows_triton", kernels)
     return request.param
@@ -150,7 +151,14 @@ def test_no_rows_are_no_rows(path):
 
 
 def test_tiles_follow_the_groups(kernels):
-    tiles = kernels.tiles_of(torch.tensor([65, 65, 66], dtype=torch.int32), 66)
-    assert tiles.start_E.tolist() == [0, 65, 65, 66]
+    tiles = kernels.tiles_of(torch.tensor([17, 17, 18], dtype=torch.int32), 18)
+    assert tiles.height == 16
+    assert tiles.start_E.tolist() == [0, 17, 17, 18]
     assert tiles.first_tile_E.tolist() == [0, 2, 2, 3]
     assert tiles.group_M.tolist()[:3] == [0, 0, 2]
+
+
+def test_tiles_are_high_where_rows_are_many(kernels):
+    for num_rows, height in [(16383, 32), (16384, 64)]:
+        tiles = kernels.tiles_of(torch.tensor([num_rows], dtype=torch.int32), num_rows)
+        assert tiles.height == height and tiles.first_tile_E.tolist() == [0, -(-num_rows // height)]

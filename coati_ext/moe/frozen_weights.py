@@ -100,9 +100,11 @@ class PackedWeight(FrozenWeight):
 
     def take(self, lora_A: Mapping[str, torch.Tensor], lora_B: Mapping[str, torch.Tensor]) -> None:
         """Copied into their places. (As views of them they would not be contiguous, which ZeRO asks for.)"""
+        copies = []
         for name, (rows, columns) in self.places.items():
-            copy_matrices(lora_A[name].detach(), self.a_LqK[:, columns])
-            copy_matrices(lora_B[name].detach(), self.buffer[:, rows, self.width_in :][..., columns])
+            copies.append((lora_A[name].detach(), self.a_LqK[:, columns]))
+            copies.append((lora_B[name].detach(), self.b_LqN[:, columns, rows].transpose(1, 2)))
+        copy_matrices(copies)
 
     @property
     def a_LqK(self) -> torch.Tensor:

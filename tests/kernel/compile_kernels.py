@@ -20,8 +20,8 @@ COMMON = {
 }  # fmt: skip
 GRADIENT = {"x": ROWS, "K": "i32", "low_row": "i32", "x_row": "i32", "out_k": "i32", "out_q": "i32"}
 COPY = {
-    "target": ROWS, "num_elements": "i32", "num_columns": "i32", "source_matrix": "i64", "source_row": "i32",
-    "source_column": "i32", "target_matrix": "i64", "target_row": "i32", "target_column": "i32",
+    "sources": (ROWS,) * 2, "targets": (ROWS,) * 2, "sizes": (("i32", "i32"),) * 2,
+    "source_strides": (("i64", "i32", "i32"),) * 2, "target_strides": (("i64", "i32", "i32"),) * 2,
 }  # fmt: skip
 SORT = {
     "counts_BE": INT32, "first_BE": INT32, "total_E": INT64, "ends_E": INT32, "order": INT64, "token": INT64,

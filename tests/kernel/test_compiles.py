@@ -15,7 +15,7 @@ def test_every_kernel_of_the_experts_layer_compiles_for_hopper():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     process = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    helpers = {"_rows_of_tile", "_store_low", "_swiglu_gradients"}  # called by others
+    helpers = {"_copy", "_rows_of_tile", "_store_low", "_swiglu_gradients"}  # called by others
     found = set()
     for module in (copy_matrices_triton, moe_rows_triton, sort_rows_triton):
         found |= {text.partition("(")[0] for text in Path(module.__file__).read_text().split("@triton.jit\ndef ")[1:]}

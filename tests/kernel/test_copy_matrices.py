@@ -15,11 +15,12 @@ def test_only_the_place_is_filled(path, shape, transposed, monkeypatch):
         kernels = interpreted("copy_matrices_triton")
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
         monkeypatch.setitem(__import__("sys").modules, "coati_ext.kernel.copy_matrices_triton", kernels)
+    other, place_of_other = torch.randn(shape[0], 2, 3), torch.zeros(shape[0], 2, 3)
     source = torch.randn(shape)
     buffer = torch.full((shape[0], shape[1] + 5, shape[2] + 3), -7.0)
     if transposed:
         buffer, source = buffer.transpose(1, 2).contiguous().transpose(1, 2), source.mT.contiguous().mT
     place = buffer[:, 2 : 2 + shape[1], 1 : 1 + shape[2]]
-    module.copy_matrices(source, place)
-    assert torch.equal(place, source)
+    module.copy_matrices([(source, place), (other, place_of_other)])
+    assert torch.equal(place, source) and torch.equal(place_of_other, other)
     assert (buffer == -7).sum() == buffer.numel() - source.numel()

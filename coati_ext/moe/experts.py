@@ -113,6 +113,11 @@ class MoeExperts(KeepsFp8):
         self.register_buffer("tokens_per_expert_E", counts, persistent=False)
         self.train(experts.training)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the rows and of LoRA's factors."""
+        return self._dtype_before_fp8 or self.gate_up_proj.dtype
+
     def features(self, projection: str) -> tuple[int, int]:
         """(in, out) of one expert's projection."""
         hidden, intermediate = self.down_proj.shape[1:]
@@ -137,7 +142,7 @@ class MoeExperts(KeepsFp8):
         self.rank, self.scaling, self.dropout = rank, scaling, dropout
         for projection in projections:
             width_in, width_out = self.features(projection)
-            like = {"dtype": self._dtype_before_fp8 or self.gate_up_proj.dtype, "device": self.gate_up_proj.device}
+            like = {"dtype": self.compute_dtype, "device": self.gate_up_proj.device}
             self.lora_A[projection] = nn.Parameter(torch.zeros(self.num_local_experts, rank, width_in, **like))
             self.lora_B[projection] = nn.Parameter(torch.zeros(self.num_local_experts, width_out, rank, **like))
 
@@ -149,14 +154,18 @@ class MoeExperts(KeepsFp8):
         if torch._C._current_graph_task_id() == -1:  # in a backward pass this is a recomputation, counted already
             self.tokens_per_expert_E += plan.rows.counts_E
         source_SH, weight_R = dispatch(hidden_states, top_k_weights, plan)
-        experts = self._frozen_experts if self._is_frozen_swiglu() else self._experts
+        experts = self._frozen_experts if self.parts_because(self.training) is None else self._experts
         return combine(experts(source_SH, weight_R, plan.own), plan)
 
-    def _is_frozen_swiglu(self) -> bool:
-        """What `lora_experts` computes: other activations, dropout and trained weights go through autograd."""
-        drops = self.dropout > 0 and self.training and len(self.lora_A) > 0
-        trains = self.gate_up_proj.requires_grad or self.down_proj.requires_grad
-        return self._is_swiglu and not drops and not trains
+    def parts_because(self, training: bool) -> str | None:
+        """Why the experts go through autograd part by part, and not through `lora_experts`; None if they do not."""
+        if not self._is_swiglu:
+            return "their activation is not SwiGLU"
+        if self.dropout > 0 and training and len(self.lora_A) > 0:
+            return "their LoRA has dropout"
+        if self.gate_up_proj.requires_grad or self.down_proj.requires_grad:
+            return "their weights are trained"
+        return None
 
     def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
         ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}

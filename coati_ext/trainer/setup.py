@@ -26,6 +26,7 @@ from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.grpo_config import GRPOConfig
 from coati_ext.models.recompute import enable_recompute
 from coati_ext.models.targets import structure_of
+from coati_ext.moe.kernel_choice import describe_kernels
 from coati_ext.trainer.base import StepTrainer
 from coati_ext.trainer.nonfinite import check_weights
 from coati_ext.trainer.sft import SFTTrainer, cosine_with_warmup, num_optimizer_steps
@@ -213,9 +214,11 @@ def choose_trained(
     """All weights, or the adapter `lora` with the start values of `--init_adapter` if there is one."""
     if lora is None:
         print_rank_0(f"full fine-tuning: all {structure_of(model).num_parameters:,} parameters are trained")
-        return
-    booster.enable_lora(model, pretrained_dir=config.lora.init_adapter, lora_config=lora)
-    print_rank_0(model.lora_report.format())
+    else:
+        booster.enable_lora(model, pretrained_dir=config.lora.init_adapter, lora_config=lora)
+        print_rank_0(model.lora_report.format())
+    if (kernels := describe_kernels(model)) is not None:
+        print_rank_0(kernels)
 
 
 def make_optimizer(

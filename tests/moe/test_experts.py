@@ -62,7 +62,7 @@ def leaves_of(layer: MoeExperts, inputs: tuple) -> list[torch.Tensor]:
 @pytest.mark.parametrize("num_tokens", [1, 13])
 def test_output_and_every_gradient_equal_merged_weights(family, rank, num_tokens, in_one_function):
     layer, _ = adapted_pair(family, rank)
-    assert layer._is_frozen_swiglu()
+    assert layer.parts_because(training=True) is None
     layer._is_swiglu = in_one_function  # False: the differentiable parts
     inputs = routed_inputs(layer, num_tokens=num_tokens, top_k=2, num_used=3)  # expert 3 and later get no token
     ours = layer(*inputs)

@@ -12,7 +12,7 @@ def copy_matrices(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
     torch's copy counts offsets in 32 bits: into a view of a buffer of many GB it takes dozens of launches.
     """
-    if copies and all(has_kernels(target) for _, target in copies):
+    if all(has_kernels(target) for _, target in copies):
         from coati_ext.kernel.copy_matrices_triton import copy_matrices_triton
 
         copy_matrices_triton(copies)

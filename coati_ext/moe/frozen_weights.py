@@ -87,32 +87,27 @@ class PackedWeight(FrozenWeight):
         multiple = WIDE if self.width_in >= WIDE_FROM else NARROW
         self.spare = -(-self.total // multiple) * multiple
         if not self.total:
-            self.buffer = parameter.data
+            self.buffer, self.a_LqK, self.b_LqN = parameter.data, None, None
             return
         rows, columns = self.width_out + self.spare, self.width_in + self.spare
         self.buffer = parameter.data.new_zeros(len(parameter), rows, columns)
         self.buffer[:, : self.width_out, : self.width_in] = parameter.data
         parameter.data = self.buffer[:, : self.width_out, : self.width_in]
+        self.a_LqK = self.buffer[:, self.width_out : self.width_out + self.total, : self.width_in]
+        self.b_LqN = self.buffer[:, : self.width_out, self.width_in : self.width_in + self.total].transpose(1, 2)
+        self._places_A = {name: self.a_LqK[:, columns] for name, (_, columns) in self.places.items()}
+        self._places_B = {name: self.b_LqN[:, columns, rows].mT for name, (rows, columns) in self.places.items()}
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether it still is the parameter's memory."""
         return parameter.data_ptr() == self.buffer.data_ptr() and parameter.stride() == self.buffer.stride()
 
+    @torch.no_grad()
     def take(self, lora_A: Mapping[str, torch.Tensor], lora_B: Mapping[str, torch.Tensor]) -> None:
         """Copied into their places. (As views of them they would not be contiguous, which ZeRO asks for.)"""
-        copies = []
-        for name, (rows, columns) in self.places.items():
-            copies.append((lora_A[name].detach(), self.a_LqK[:, columns]))
-            copies.append((lora_B[name].detach(), self.b_LqN[:, columns, rows].transpose(1, 2)))
-        copy_matrices(copies)
-
-    @property
-    def a_LqK(self) -> torch.Tensor:
-        return self.buffer[:, self.width_out : self.width_out + self.total, : self.width_in]
-
-    @property
-    def b_LqN(self) -> torch.Tensor:
-        return self.buffer[:, : self.width_out, self.width_in : self.width_in + self.total].transpose(1, 2)
+        if self.total:
+            of_A = [(lora_A[name], place) for name, place in self._places_A.items()]
+            copy_matrices([*of_A, *((lora_B[name], place) for name, place in self._places_B.items())])
 
     def forward(self, rows: torch.Tensor, low_Rq: torch.Tensor | None, groups: RowGroups) -> torch.Tensor:
         weight_LNK = self.buffer[:, : self.width_out, : rows.shape[1]]

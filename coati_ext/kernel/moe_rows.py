@@ -63,41 +63,48 @@ def sum_rows(rows_RH: torch.Tensor, position_TK: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_rows(
-    gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, low: LowRank | None = None
+    gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, order_R: torch.Tensor, low: LowRank | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """silu(gate) * up * weight of the row, rounded once, (R, I) or (R, I + spare), and the low-rank product alone.
 
-    gate is the first half of the columns.
+    Args:
+        gate_up_R2I: gate is the first half of the columns.
+        weight_R, order_R: the weight of row i is weight[order[i]]; order is a permutation.
     """
     if has_kernels(gate_up_R2I) and len(weight_R):
         from coati_ext.kernel.moe_rows_triton import swiglu_rows_triton
 
-        return swiglu_rows_triton(gate_up_R2I, weight_R, low)
+        return swiglu_rows_triton(gate_up_R2I, weight_R, order_R, low)
     gate, up = gate_up_R2I.to(torch.promote_types(gate_up_R2I.dtype, torch.float32)).chunk(2, dim=-1)
-    return _with_low((F.silu(gate) * up * weight_R.unsqueeze(-1)).to(gate_up_R2I.dtype), low)
+    return _with_low((F.silu(gate) * up * weight_R[order_R].unsqueeze(-1)).to(gate_up_R2I.dtype), low)
 
 
 def swiglu_rows_backward(
-    grad_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, low: LowRank | None = None
+    grad_RI: torch.Tensor,
+    gate_up_R2I: torch.Tensor,
+    weight_R: torch.Tensor,
+    order_R: torch.Tensor,
+    low: LowRank | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Gradients of `swiglu_rows` and its result again.
 
     Returns:
         The gradient of gate_up, (R, 2I) or (R, 2I + spare), and its low-rank product alone; the gradient of weight,
-        (R,); the result, (R, I).
+        (R,), in its order; the result, (R, I).
     """
     if has_kernels(gate_up_R2I) and len(weight_R):
         from coati_ext.kernel.moe_rows_triton import swiglu_rows_backward_triton
 
-        return swiglu_rows_backward_triton(grad_RI, gate_up_R2I, weight_R, low)
+        return swiglu_rows_backward_triton(grad_RI, gate_up_R2I, weight_R, order_R, low)
     wide = torch.promote_types(gate_up_R2I.dtype, torch.float32)
     gate, up = gate_up_R2I.to(wide).chunk(2, dim=-1)
-    grad, weight = grad_RI.to(wide), weight_R.to(wide).unsqueeze(-1)
+    grad, weight = grad_RI.to(wide), weight_R.to(wide)[order_R].unsqueeze(-1)
     sigmoid = gate.sigmoid()
     act, grad_act = F.silu(gate) * up, grad * weight
     from_gate, from_up = grad_act * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_act * gate * sigmoid
     grad_gate_up, low_Rq = _with_low(torch.cat([from_gate, from_up], dim=-1).to(gate_up_R2I.dtype), low)
-    grad_weight = (grad * act).sum(-1).to(weight_R.dtype)
+    grad_weight = torch.empty_like(weight_R)
+    grad_weight[order_R] = (grad * act).sum(-1).to(weight_R.dtype)
     return grad_gate_up, low_Rq, grad_weight, (act * weight).to(gate_up_R2I.dtype)
 
 

@@ -198,9 +198,9 @@ def sum_rows_triton(rows_RH: torch.Tensor, position_TK: torch.Tensor) -> torch.T
 
 
 @triton.jit
-def _swiglu_rows(gate_up, weight, out, width, BLOCK: tl.constexpr):
+def _swiglu_rows(gate_up, weight, order, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    of_row = tl.load(weight + row).to(tl.float32)
+    of_row = tl.load(weight + tl.load(order + row)).to(tl.float32)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         mask = columns < width
@@ -212,14 +212,15 @@ def _swiglu_rows(gate_up, weight, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_rows_low(
-    gate_up, weight, out, low, factor, start, first_tile, group_of, num_groups, width, q, spare,
+    gate_up, weight, order, out, low, factor, start, first_tile, group_of, num_groups, width, q, spare,
     factor_group, factor_q, factor_k, scaling,
     Q: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(first_tile + num_groups):
         group, at, valid = _rows_of_tile(tile, start, first_tile, group_of, ROWS)
-        of_rows = tl.load(weight + at, mask=valid, other=0.0).to(tl.float32)[:, None]
+        weight_at = tl.load(order + at, mask=valid, other=0)
+        of_rows = tl.load(weight + weight_at, mask=valid, other=0.0).to(tl.float32)[:, None]
         out_row = width + spare
         f = tl.program_id(1) * Q + tl.arange(0, Q)
         of_factor = factor + group * factor_group + f[None, :] * factor_q
@@ -239,16 +240,24 @@ def _swiglu_rows_low(
 
 
 def swiglu_rows_triton(
-    gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, low: LowRank | None
+    gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, order_R: torch.Tensor, low: LowRank | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     num_rows, width = gate_up_R2I.shape[0], gate_up_R2I.shape[1] // 2
     if low is None:
         out = gate_up_R2I.new_empty(num_rows, width)
-        _swiglu_rows[(num_rows,)](gate_up_R2I, weight_R, out, width, BLOCK=_block(width), num_warps=NUM_WARPS)
+        _swiglu_rows[(num_rows,)](gate_up_R2I, weight_R, order_R, out, width, BLOCK=_block(width), num_warps=NUM_WARPS)
         return out, None
     out, low_Rq, operands = _with_low(gate_up_R2I, num_rows, width, low)
     _swiglu_rows_low[_grid(low)](
-        gate_up_R2I, weight_R, out, low_Rq, *operands, **_blocks(low), num_warps=NUM_WARPS, num_stages=NUM_STAGES
+        gate_up_R2I,
+        weight_R,
+        order_R,
+        out,
+        low_Rq,
+        *operands,
+        **_blocks(low),
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return out, low_Rq
 
@@ -262,9 +271,9 @@ def _swiglu_gradients(grad, gate, up, of_row):
 
 
 @triton.jit
-def _swiglu_rows_backward(grad, gate_up, weight, grad_gate_up, grad_weight, act_out, width, BLOCK: tl.constexpr):
+def _swiglu_rows_backward(grad, gate_up, weight, order, grad_gate_up, grad_weight, act_out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    of_row = tl.load(weight + row).to(tl.float32)
+    of_row = tl.load(weight + tl.load(order + row)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -278,19 +287,20 @@ def _swiglu_rows_backward(grad, gate_up, weight, grad_gate_up, grad_weight, act_
         tl.store(to, from_gate.to(grad_gate_up.dtype.element_ty), mask=mask)
         tl.store(to + width, from_up.to(grad_gate_up.dtype.element_ty), mask=mask)
         tl.store(act_out + row * width + columns, (act * of_row).to(act_out.dtype.element_ty), mask=mask)
-    tl.store(grad_weight + row, tl.sum(total, 0).to(grad_weight.dtype.element_ty))
+    tl.store(grad_weight + tl.load(order + row), tl.sum(total, 0).to(grad_weight.dtype.element_ty))
 
 
 @triton.jit
 def _swiglu_rows_backward_low(
-    grad, gate_up, weight, grad_weight, act_out, out, low, factor, start, first_tile, group_of, num_groups, width2, q,
-    spare, factor_group, factor_q, factor_k, scaling,
+    grad, gate_up, weight, order, grad_weight, act_out, out, low, factor, start, first_tile, group_of, num_groups, width2,
+    q, spare, factor_group, factor_q, factor_k, scaling,
     Q: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(first_tile + num_groups):
         group, at, valid = _rows_of_tile(tile, start, first_tile, group_of, ROWS)
-        of_rows = tl.load(weight + at, mask=valid, other=0.0).to(tl.float32)[:, None]
+        weight_at = tl.load(order + at, mask=valid, other=0)
+        of_rows = tl.load(weight + weight_at, mask=valid, other=0.0).to(tl.float32)[:, None]
         width, out_row = width2 // 2, width2 + spare
         f = tl.program_id(1) * Q + tl.arange(0, Q)
         of_factor = factor + group * factor_group + f[None, :] * factor_q
@@ -317,25 +327,25 @@ def _swiglu_rows_backward_low(
             of_up = of_factor + (width + k)[:, None] * factor_k
             acc = tl.dot(from_up, tl.load(of_up, mask=there, other=0.0), acc)
         if tl.program_id(1) == 0:
-            tl.store(grad_weight + at, total.to(grad_weight.dtype.element_ty), mask=valid)
+            tl.store(grad_weight + weight_at, total.to(grad_weight.dtype.element_ty), mask=valid)
         _store_low(acc * scaling, out + width2, out_row, at, valid, q, spare, Q, SPARE, low)
 
 
 def swiglu_rows_backward_triton(
-    grad_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, low: LowRank | None
+    grad_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor, order_R: torch.Tensor, low: LowRank | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     num_rows, width = grad_RI.shape
     grad_weight, act = torch.empty_like(weight_R), torch.empty_like(grad_RI)
     if low is None:
         out = torch.empty_like(gate_up_R2I)
         _swiglu_rows_backward[(num_rows,)](
-            grad_RI, gate_up_R2I, weight_R, out, grad_weight, act, width,
+            grad_RI, gate_up_R2I, weight_R, order_R, out, grad_weight, act, width,
             BLOCK=min(_block(width), 1024), num_warps=NUM_WARPS,
         )  # fmt: skip
         return out, None, grad_weight, act
     out, low_Rq, operands = _with_low(grad_RI, num_rows, 2 * width, low)
     _swiglu_rows_backward_low[_grid(low)](
-        grad_RI, gate_up_R2I, weight_R, grad_weight, act, out, low_Rq, *operands, **_blocks(low, WIDTH // 2),
+        grad_RI, gate_up_R2I, weight_R, order_R, grad_weight, act, out, low_Rq, *operands, **_blocks(low, WIDTH // 2),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES - 1,
     )  # fmt: skip
     return out, low_Rq, grad_weight, act

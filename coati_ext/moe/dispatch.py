@@ -37,7 +37,7 @@ class DispatchPlan:
             return self.exchange.wait()
         rows = self.rows
         groups = RowGroups(rows.ends_E, len(rows.order_N))
-        return OwnRows(index_R=rows.token_N, position_SK=rows.position_TK, groups=groups)
+        return OwnRows(index_R=rows.token_N, order_R=rows.order_N, position_SK=rows.position_TK, groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,13 @@ class OwnRows:
     """Rows of this rank's experts, sorted by expert.
 
     index_R: the source row of each.
+    order_R: its place among the routing weights.
     position_SK: the rows that are made of each source row.
     groups: which expert they belong to.
     """
 
     index_R: torch.Tensor
+    order_R: torch.Tensor
     position_SK: torch.Tensor
     groups: RowGroups
 
@@ -80,7 +82,8 @@ class Exchange:
         num_rows = sum(self.recv_splits)
         index_R, offs_L = sort_received(self._received_PL, num_rows)
         position_SK = inverse(index_R).unsqueeze(1)
-        return OwnRows(index_R=index_R, position_SK=position_SK, groups=RowGroups(offs_L, num_rows))
+        groups = RowGroups(offs_L, num_rows)
+        return OwnRows(index_R=index_R, order_R=index_R, position_SK=position_SK, groups=groups)
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
         """To the ranks of the experts, differentiable."""
@@ -121,16 +124,15 @@ def sort_received(counts_PL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor,
 def dispatch(
     hidden_TH: torch.Tensor, top_k_weights_TK: torch.Tensor, plan: DispatchPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The source rows (S, H), and the routing weights (R,) of the rows that will be made of them."""
-    weights = _Permute.apply(top_k_weights_TK.reshape(-1, 1), plan.rows.order_N, plan.rows.position_TK.view(-1))
+    """The source rows (S, H), and the routing weights (R,) of the rows that will be made of them, in `order_R`."""
+    weights = top_k_weights_TK.reshape(-1)
     if plan.exchange is None:
-        return hidden_TH, weights.squeeze(1)
-    rows = GatherRows.apply(
-        hidden_TH, plan.rows.token_N, plan.rows.position_TK
-    )  # what the device does while the host waits
-    own = plan.own
-    weights = _Permute.apply(plan.exchange.there(weights), own.index_R, own.position_SK.view(-1))
-    return plan.exchange.there(rows), weights.squeeze(1)
+        return hidden_TH, weights
+    weights = Permute.apply(weights.unsqueeze(1), plan.rows.order_N, plan.rows.position_TK.view(-1))
+    # What the device does while the host waits.
+    rows = GatherRows.apply(hidden_TH, plan.rows.token_N, plan.rows.position_TK)
+    plan.own  # noqa: B018 - the host waits here
+    return plan.exchange.there(rows), plan.exchange.there(weights).squeeze(1)
 
 
 def combine(out_SH: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
@@ -169,7 +171,7 @@ class SumRows(torch.autograd.Function):
         return GatherRows.apply(grad, *ctx.saved_tensors), None, None
 
 
-class _Permute(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """Rows in another order; backward is the inverse order, not an accumulation."""
 
     @staticmethod
@@ -180,7 +182,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         order, inverse = ctx.saved_tensors
-        return _Permute.apply(grad, inverse, order), None, None
+        return Permute.apply(grad, inverse, order), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -21,7 +21,7 @@ from transformers.activations import SiLUActivation
 from coati_ext.kernel.fp8_cast import grid_of_scales
 from coati_ext.kernel.grouped_gemm import grouped_mm
 from coati_ext.kernel.row_groups import RowGroups
-from coati_ext.moe.dispatch import GatherRows, OwnRows, SumRows, combine, dispatch, plan_dispatch
+from coati_ext.moe.dispatch import GatherRows, OwnRows, Permute, SumRows, combine, dispatch, plan_dispatch
 from coati_ext.moe.frozen_weights import Fp8Weight, FrozenProduct, FrozenWeight, PackedWeight
 from coati_ext.moe.lora_experts import lora_experts
 from coati_ext.utils.kept_dtypes import FP8, SCALE_SUFFIX, KeepsFp8, fp8_parameters
@@ -199,7 +199,8 @@ class MoeExperts(KeepsFp8):
         if self.adapters_enabled and "gate_proj" in self.lora_A:
             gate_up = gate_up + self._lora(rows_RH, ("gate_proj", "up_proj"), groups)
         act_RI = self._gate[0]._apply_gate(gate_up)
-        act_RI = (act_RI * weight_R.unsqueeze(-1)).to(rows_RH.dtype)
+        weight_R1 = Permute.apply(weight_R.unsqueeze(1), own.order_R, own.position_SK.view(-1))
+        act_RI = (act_RI * weight_R1).to(rows_RH.dtype)
         out_RH = self._product(act_RI, "down_proj", groups)
         if self.adapters_enabled and "down_proj" in self.lora_A:
             out_RH = out_RH + self._lora(act_RI, ("down_proj",), groups)

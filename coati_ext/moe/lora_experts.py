@@ -41,7 +41,7 @@ def lora_experts(
     """(S, H): sums of weight · (expert with SwiGLU and LoRA), differentiable in source, weight and the factors.
 
     Args:
-        weight_R: routing weight of each row.
+        weight_R: routing weights, of row i that at order_R[i].
         lora_A, lora_B: as in `MoeExperts`; empty: without LoRA, whatever there is room for.
     """
     for weight in (gate_up, down) if lora_A else ():
@@ -73,7 +73,7 @@ class _LoraExperts(torch.autograd.Function):
         rows, low_up = gather_rows(source_SH, own.index_R, frozen.low(gate_up, gate_up.a_LqK))
         gate_up_R2I = gate_up.forward(rows, low_up, groups)
         del rows
-        act, low_down = swiglu_rows(gate_up_R2I, weight_R, frozen.low(down, down.a_LqK))
+        act, low_down = swiglu_rows(gate_up_R2I, weight_R, own.order_R, frozen.low(down, down.a_LqK))
         out_RH = down.forward(act, low_down, groups)
         ctx.frozen, ctx.dtype = frozen, factors[0].dtype if factors else None
         ctx.save_for_backward(source_SH, weight_R, gate_up_R2I, low_up, low_down)
@@ -88,7 +88,7 @@ class _LoraExperts(torch.autograd.Function):
         grad_act_RI = down.backward(grad, grad_low_down, groups)
         del grad
         grad_gate_up, grad_low_up, grad_weight_R, act_RI = swiglu_rows_backward(
-            grad_act_RI, gate_up_R2I, weight_R, frozen.low(gate_up, gate_up.b_LqN)
+            grad_act_RI, gate_up_R2I, weight_R, own.order_R, frozen.low(gate_up, gate_up.b_LqN)
         )
         del grad_act_RI
 

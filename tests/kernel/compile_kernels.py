@@ -16,7 +16,8 @@ LOW = {
 }  # fmt: skip
 COMMON = {
     "source": ROWS, "index": INT64, "out": ROWS, "rows": ROWS, "position": INT64, "stride": "i32", "gate_up": ROWS,
-    "weight": FP32, "grad": ROWS, "grad_gate_up": ROWS, "grad_weight": FP32, "act_out": ROWS, "ends": INT32, **LOW,
+    "weight": FP32, "order": INT64, "grad": ROWS, "grad_gate_up": ROWS, "grad_weight": FP32, "act_out": ROWS,
+    "ends": INT32, **LOW,
 }  # fmt: skip
 GRADIENT = {"x": ROWS, "K": "i32", "low_row": "i32", "x_row": "i32", "out_k": "i32", "out_q": "i32"}
 COPY = {
@@ -24,7 +25,7 @@ COPY = {
     "source_strides": (("i64", "i32", "i32"),) * 2, "target_strides": (("i64", "i32", "i32"),) * 2,
 }  # fmt: skip
 SORT = {
-    "counts_BE": INT32, "first_BE": INT32, "total_E": INT64, "ends_E": INT32, "order": INT64, "token": INT64,
+    "counts_BE": INT32, "first_BE": INT32, "total_E": INT64, "ends_E": INT32, "token": INT64,
     "num_rows": "i32", "num_experts": "i32", "num_chunks": "i32", "top_k": "i32",
 }  # fmt: skip
 TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}

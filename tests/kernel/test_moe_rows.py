@@ -105,14 +105,15 @@ def test_swiglu_and_its_gradients(path, counts, widths, with_low):
     case, back = Case(counts, widths), Case(counts, (2 * widths[0], *widths[1:]))
     n, width = case.num_rows, widths[0]
     gate_up, weight, grad = case.random(n, 2 * width).half(), case.random(n), case.random(n, width).half()
+    order = torch.randperm(n, generator=case.generator)
     leaves = [gate_up.double().requires_grad_(), weight.double().requires_grad_()]
     gate, up = leaves[0].chunk(2, -1)
-    exact = F.silu(gate) * up * leaves[1].unsqueeze(-1)
+    exact = F.silu(gate) * up * leaves[1][order].unsqueeze(-1)
     of_gate_up, of_weight = torch.autograd.grad(exact, leaves, grad.double())
 
-    act, low = moe_rows.swiglu_rows(gate_up, weight, case.low if with_low else None)
+    act, low = moe_rows.swiglu_rows(gate_up, weight, order, case.low if with_low else None)
     grad_gate_up, grad_low, grad_weight, again = moe_rows.swiglu_rows_backward(
-        grad, gate_up, weight, back.low if with_low else None
+        grad, gate_up, weight, order, back.low if with_low else None
     )
     close(act[:, :width], exact.detach())
     close(grad_gate_up[:, : 2 * width], of_gate_up)
@@ -145,7 +146,7 @@ def test_no_rows_are_no_rows(path):
     low = LowRank(factor_EqK=torch.ones(2, 4, 8).half(), scaling=1.0, spare=16, groups=groups)
     none = torch.zeros(0, dtype=torch.int64)
     assert moe_rows.gather_rows(torch.zeros(4, 8).half(), none, low)[0].shape == (0, 24)
-    assert moe_rows.swiglu_rows(torch.zeros(0, 16).half(), torch.zeros(0), low)[0].shape == (0, 24)
+    assert moe_rows.swiglu_rows(torch.zeros(0, 16).half(), torch.zeros(0), none, low)[0].shape == (0, 24)
     gradient = factor_gradient(torch.zeros(0, 4).half(), torch.zeros(0, 8).half(), groups, dtype=torch.float32)
     assert gradient.shape == (2, 4, 8) and not gradient.any()
 

@@ -123,7 +123,7 @@ def factor_gradient(
         low_Rq, x: of any row strides; x is (R, K), or with `index_R` what it takes the rows from.
     """
     if has_kernels(x) and len(low_Rq):
-        from coati_ext.kernel.moe_rows_triton import factor_gradient_triton
+        from coati_ext.kernel.factor_gradient_triton import factor_gradient_triton
 
         return factor_gradient_triton(low_Rq, x, groups.tiles, transposed=transposed, dtype=dtype, index_R=index_R)
     rows = x if index_R is None else x[index_R]

@@ -156,13 +156,13 @@ def _with_low(like: torch.Tensor, num_rows: int, width: int, low: LowRank) -> tu
 
 def _grid(low: LowRank) -> tuple[int, int]:
     q = low.factor_EqK.shape[1]
-    return low.groups.tiles.group_M.shape[0], triton.cdiv(q, _factor_block(q))
+    return low.groups.tiles.group_M.shape[0], triton.cdiv(q, factor_block(q))
 
 
 def _blocks(low: LowRank, width: int = WIDTH) -> dict[str, int]:
     spare = triton.next_power_of_2(low.spare) if low.spare else 0
     return {
-        "Q": _factor_block(low.factor_EqK.shape[1]),
+        "Q": factor_block(low.factor_EqK.shape[1]),
         "SPARE": spare,
         "ROWS": low.groups.tiles.height,
         "BLOCK": width,
@@ -292,8 +292,8 @@ def _swiglu_rows_backward(grad, gate_up, weight, order, grad_gate_up, grad_weigh
 
 @triton.jit
 def _swiglu_rows_backward_low(
-    grad, gate_up, weight, order, grad_weight, act_out, out, low, factor, start, first_tile, group_of, num_groups, width2,
-    q, spare, factor_group, factor_q, factor_k, scaling,
+    grad, gate_up, weight, order, grad_weight, act_out, out, low, factor, start, first_tile, group_of, num_groups,
+    width2, q, spare, factor_group, factor_q, factor_k, scaling,
     Q: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -351,53 +351,7 @@ def swiglu_rows_backward_triton(
     return out, low_Rq, grad_weight, act
 
 
-# --- gradients of factors
-
-
-@triton.jit
-def _factor_gradient(
-    low, x, index, out, start, K, q, low_row, x_row, out_k, out_q,
-    INDEXED: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    group = tl.program_id(1)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    f = tl.program_id(2) * Q + tl.arange(0, Q)
-    end = tl.load(start + group + 1)
-    acc = tl.zeros((Q, BLOCK), tl.float32)
-    for first in range(tl.load(start + group), end, ROWS):
-        at = (first + tl.arange(0, ROWS)).to(tl.int64)
-        valid = at < end
-        row = at
-        if INDEXED:
-            row = tl.load(index + at, mask=valid, other=0).to(tl.int64)
-        left = tl.load(low + at[None, :] * low_row + f[:, None], mask=valid[None, :] & (f < q)[:, None], other=0.0)
-        right = tl.load(x + row[:, None] * x_row + k, mask=valid[:, None] & (k < K), other=0.0)
-        acc = tl.dot(left, right, acc)
-    to = out + group.to(tl.int64) * K * q + f[:, None] * out_q + k[None, :] * out_k
-    tl.store(to, acc.to(out.dtype.element_ty), mask=(f < q)[:, None] & (k < K)[None, :])
-
-
-def factor_gradient_triton(
-    low_Rq: torch.Tensor,
-    x: torch.Tensor,
-    tiles: Tiles,
-    *,
-    transposed: bool,
-    dtype: torch.dtype,
-    index_R: torch.Tensor | None,
-) -> torch.Tensor:
-    q, k, num_groups = low_Rq.shape[1], x.shape[1], tiles.start_E.shape[0] - 1
-    out = x.new_empty((num_groups, k, q) if transposed else (num_groups, q, k), dtype=dtype)
-    block, width = _factor_block(q), min(WIDTH, max(16, triton.next_power_of_2(k)))
-    _factor_gradient[(triton.cdiv(k, width), num_groups, triton.cdiv(q, block))](
-        low_Rq, x, index_R, out, tiles.start_E, k, q, low_Rq.stride(0), x.stride(0),
-        q if transposed else 1, 1 if transposed else k,
-        INDEXED=index_R is not None, Q=block, ROWS=ROWS[0], BLOCK=width, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
-    )  # fmt: skip
-    return out
-
-
-def _factor_block(q: int) -> int:
+def factor_block(q: int) -> int:
     """A product of Triton's has at least 16 columns."""
     return min(FACTOR, max(16, triton.next_power_of_2(q)))
 

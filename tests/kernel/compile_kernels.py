@@ -6,7 +6,7 @@ Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coati_ext.kernel import copy_matrices_triton, moe_rows_triton, sort_rows_triton
+from coati_ext.kernel import copy_matrices_triton, factor_gradient_triton, moe_rows_triton, sort_rows_triton
 
 ROWS, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 LOW = {
@@ -46,7 +46,7 @@ KERNELS = {
 }
 WITH_LOW = ("_gather_rows_low", "_swiglu_rows_low", "_swiglu_rows_backward_low")
 
-MODULES = (moe_rows_triton, copy_matrices_triton, sort_rows_triton)
+MODULES = (moe_rows_triton, factor_gradient_triton, copy_matrices_triton, sort_rows_triton)
 others = [(name, {**KERNELS[name], **changed}) for name in WITH_LOW for changed in ({"SPARE": 0}, {"ROWS": 16})]
 
 for name, constants in [*KERNELS.items(), *others]:

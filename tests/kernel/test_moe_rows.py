@@ -21,13 +21,20 @@ def kernels():
     return interpreted("moe_rows_triton")
 
 
+@pytest.fixture(scope="module")
+def gradients():
+    return interpreted("factor_gradient_triton")
+
+
 @pytest.fixture(params=["torch", "triton", "triton, high tiles"])
-def path(request, kernels, monkeypatch):
+def path(request, kernels, gradients, monkeypatch):
     """Where the functions of `moe_rows` go."""
     if request.param != "torch":
         monkeypatch.setattr(kernels, "ENOUGH", 1 if request.param == "triton, high tiles" else 256)
         monkeypatch.setattr(moe_rows, "has_kernels", lambda tensor: True)
-        monkeypatch.setitem(__import__("sys").modules, "coati_ext.kernel.moe_rows_triton", kernels)
+        modules = __import__("sys").modules
+        monkeypatch.setitem(modules, "coati_ext.kernel.moe_rows_triton", kernels)
+        monkeypatch.setitem(modules, "coati_ext.kernel.factor_gradient_triton", gradients)
     return request.param
 
 

@@ -4,6 +4,7 @@ python applications/benchmark.py fp8 --work /mnt/disk/bench --size_gb 20
 python applications/benchmark.py grpo --pretrained MODEL --prompt_dataset PROMPTS.jsonl
 python applications/benchmark.py generation
 python applications/benchmark.py experts --shapes qwen3_30b_a3b --tokens 8192
+python applications/benchmark.py step --num_layers 8
 """
 
 import argparse
@@ -23,6 +24,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_grpo_flags(subjects.add_parser("grpo", help="steps of GRPO: ours, and TRL's GRPOTrainer on the same work"))
     add_generation_flags(subjects.add_parser("generation", help="completions with and without CUDA graphs"))
     add_experts_flags(subjects.add_parser("experts", help="a block of experts with LoRA, and what else there is"))
+    add_step_flags(subjects.add_parser("step", help="whole training steps of a mixture of experts: ours, and PEFT's"))
     args = parser.parse_args(argv)
     if args.subject == "fp8":
         if not args.size_gb > 0 or not args.baseline_gb > 0:
@@ -100,8 +102,29 @@ def add_experts_flags(experts: argparse.ArgumentParser) -> None:
     experts.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
 
 
+def add_step_flags(step: argparse.ArgumentParser) -> None:
+    step.add_argument("--model", default="qwen3_30b_a3b", help="its name, or a config.json (default: %(default)s)")
+    step.add_argument("--num_layers", type=int, help="of the model (default: all, 61 GB of weights of Qwen3-30B-A3B)")
+    numbers = {
+        "batch_size": (4, "rows of a step"),
+        "max_length": (2048, "tokens of a row"),
+        "lora_rank": (8, "of the adapter on attention and experts"),
+        "steps": (5, "of which the median is told"),
+    }
+    for name, (default, help) in numbers.items():
+        step.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
+    step.add_argument("--engines", nargs="+", default=["ours", "peft"], help="ours, peft (default: both)")
+    step.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
 def measure(args: argparse.Namespace) -> int:
-    measures = {"fp8": measure_fp8, "grpo": measure_grpo, "generation": measure_generation, "experts": measure_experts}
+    measures = {
+        "fp8": measure_fp8,
+        "grpo": measure_grpo,
+        "generation": measure_generation,
+        "experts": measure_experts,
+        "step": measure_step,
+    }
     return measures[args.subject](args)
 
 
@@ -121,6 +144,16 @@ def measure_experts(args: argparse.Namespace) -> int:
         shapes, args.tokens, args.routings, args.engines, rank=args.rank, steps=args.steps,
         show=lambda line: print(line, flush=True),
     )  # fmt: skip
+    write_json(args.json, report)
+    return 1 if report["failed"] else 0
+
+
+def measure_step(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import step
+
+    numbers = {name: getattr(args, name) for name in ("batch_size", "max_length", "lora_rank", "steps")}
+    work = step.Work(model=step.model_config(args.model, args.num_layers), **numbers)
+    report = step.compare(work, args.engines, show=lambda line: print(line, flush=True))
     write_json(args.json, report)
     return 1 if report["failed"] else 0
 

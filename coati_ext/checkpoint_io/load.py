@@ -111,7 +111,7 @@ def load_weights(
     device = torch.device(device)
     checkpoint = read_checkpoint(directory)
     planned = plan_reads(model, checkpoint, layout, rank)
-    _allocate(model, device)
+    allocate(model, device)
     weights = {name: getattr(module, leaf).data for name, module, leaf in named_weights(model)}
     fills, checks = [], []
     for read in planned.reads:
@@ -190,7 +190,7 @@ def _unset(dtype: torch.dtype) -> float | int:
 # --- memory
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Put all tensors on `device`: the weights without values, tied ones once, other buffers with theirs."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors hash by identity
     for _, module, leaf in list(named_weights(model)):

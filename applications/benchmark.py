@@ -150,9 +150,10 @@ def measure_experts(args: argparse.Namespace) -> int:
 
 def measure_step(args: argparse.Namespace) -> int:
     from coati_ext.benchmark import step
+    from coati_ext.benchmark.model_configs import model_config
 
     numbers = {name: getattr(args, name) for name in ("batch_size", "max_length", "lora_rank", "steps")}
-    work = step.Work(model=step.model_config(args.model, args.num_layers), **numbers)
+    work = step.Work(model=model_config(args.model, args.num_layers), **numbers)
     report = step.compare(work, args.engines, show=lambda line: print(line, flush=True))
     write_json(args.json, report)
     return 1 if report["failed"] else 0

@@ -25,14 +25,6 @@ from coati_ext.benchmark.process import in_own_process, own_peaks
 ENGINES = ("ours", "peft")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LR, MAX_NORM = 1e-4, 1.0
-MODELS: dict[str, dict[str, Any]] = {  # of the published config.json
-    "qwen3_30b_a3b": {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "max_position_embeddings": 40960, "rope_theta": 1e6, "moe_intermediate_size": 768, "num_experts": 128,
-        "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +54,6 @@ class Work:
     @property
     def num_tokens(self) -> int:
         return self.batch_size * self.max_length
-
-
-def model_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Of one of `MODELS`, or of a file that is a config.json, with its first layers.
-
-    Raises:
-        ValueError: neither, or more layers than it has.
-    """
-    if name in MODELS:
-        found = dict(MODELS[name])
-    else:
-        try:
-            found = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--model {name}: neither {', '.join(MODELS)} nor a config.json: {error}") from None
-    if num_layers is not None:
-        if not 1 <= num_layers <= found.get("num_hidden_layers", 0):
-            raise ValueError(f"--num_layers {num_layers}: the model has {found.get('num_hidden_layers')}")
-        found["num_hidden_layers"] = num_layers
-    return found
 
 
 def compare(work: Work, engines: Sequence[str], *, show: Callable[[str], None] = print) -> dict[str, Any]:

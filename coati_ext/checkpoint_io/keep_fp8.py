@@ -7,6 +7,7 @@
 It comes before `load_weights`, which then reads values and scales as they are.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +53,16 @@ def keep_fp8(model: PreTrainedModel, directory: str | Path) -> KeptReport:
         ValueError: the checkpoint has no FP8 weights, of another block or kind, or some experts of a layer in FP8 and
             others not.
     """
-    checkpoint = read_checkpoint(directory)
+    return keep_weights_fp8(model, _fp8_weights(model, read_checkpoint(directory)))
+
+
+def keep_weights_fp8(model: PreTrainedModel, names: Iterable[str]) -> KeptReport:
+    """The same for these weights of the whole model; those of other pipeline stages are passed by."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept, dequantized = [], []
-    for name in _fp8_weights(model, checkpoint):
+    for name in names:
         path, _, leaf = name.rpartition(".")
-        if name not in parameters:  # of another pipeline stage
+        if name not in parameters:
             continue
         module = model.get_submodule(path)
         if isinstance(module, MoeExperts):

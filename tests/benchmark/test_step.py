@@ -37,7 +37,7 @@ def test_the_engines_begin_with_one_loss_and_ratios_are_told(config, tmp_path, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "gpt"], "--model gpt: neither qwen3_30b_a3b nor a config.json"),
+        (["--model", "gpt"], "--model gpt: neither deepseek_v3, qwen3_30b_a3b nor a config.json"),
         (["--num_layers", "49"], "--num_layers 49: the model has 48"),
         (["--engines", "our"], "--engines: unknown our"),
         (["--steps", "0"], "--steps must be at least 1"),

@@ -6,11 +6,14 @@ B batch, S sequence, H hidden, V vocabulary.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from coati_ext.models.log_probs import linear_cross_entropy, linear_log_probs, log_probs_of
 from coati_ext.models.loss import GPTLMLoss, num_supervised_tokens
+from coati_ext.models.sequence_parallel import sequence_chunk
+from coati_ext.models.shard import PassThrough
 
 _PROBE_TOKENS = 8
 # Of log-probabilities: fp32's rounding, and that of 16-bit logits, which the head's products are here spared.
@@ -22,14 +25,15 @@ class LanguageModelHead:
 
     Args:
         model: a causal language model, or a wrapper around one; on all ranks that share its experts or matrices. It is
-            called once, to prove that its head is a plain one.
+            called once, to prove that its head is a plain one. May be the last stage of a pipeline.
+        sp_group: the ranks that share each row; None without sequence parallelism.
 
     Attributes:
         is_plain: whether it is; else only the model itself can make its logits.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, sp_group: dist.ProcessGroup | None = None) -> None:
+        self.model, self._sp_group = model, sp_group
         self._inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         self.is_plain = self._looks_plain() and self._probe()
 
@@ -54,15 +58,28 @@ class LanguageModelHead:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Whether both ways agree on a few tokens."""
-        weight_VH = self.weight_VH
-        tokens_BS = torch.arange(_PROBE_TOKENS, device=weight_VH.device)[None] % len(weight_VH)
-        targets_N = tokens_BS[0, 1:]
-        hidden_NH = self.hidden(input_ids=tokens_BS)[0, :-1]
+        weight_VH, inputs = self.weight_VH, self._probe_inputs()
+        hidden_NH = self.hidden(**inputs).flatten(0, 1)
+        targets_N = torch.arange(len(hidden_NH), device=weight_VH.device) % len(weight_VH)
         by_hidden_N, _ = linear_log_probs(hidden_NH, weight_VH, targets_N, bias=self.bias_V)
-        logits_NV = self.model(input_ids=tokens_BS, use_cache=False).logits[0, :-1]
+        logits_NV = self._inner(**inputs, use_cache=False).logits.flatten(0, 1)
         by_logits_N = log_probs_of(logits_NV, targets_N)
         tolerance = _TOLERANCE if weight_VH.dtype in (torch.float32, torch.float64) else _TOLERANCE_16_BIT
         return bool((by_hidden_N - by_logits_N).abs().max() <= tolerance)
+
+    def _probe_inputs(self) -> dict[str, torch.Tensor]:
+        """A row of tokens, or this rank's part of it, or hidden states where an earlier stage has the embedding."""
+        weight_VH = self.weight_VH
+        size = 1 if self._sp_group is None else dist.get_world_size(self._sp_group)
+        tokens_BS = torch.arange(size * _PROBE_TOKENS, device=weight_VH.device)[None] % len(weight_VH)
+        inputs = {"input_ids": tokens_BS}
+        if size > 1:
+            inputs = sequence_chunk(inputs, dist.get_rank(self._sp_group), size)
+        if isinstance(self._inner.get_input_embeddings(), PassThrough):
+            shape = (*inputs.pop("input_ids").shape, weight_VH.shape[1])
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            inputs["inputs_embeds"] = noise.to(weight_VH)
+        return inputs
 
 
 class LanguageModelLoss:
@@ -73,18 +90,34 @@ class LanguageModelLoss:
         self._of_logits = GPTLMLoss()
 
     def __call__(
-        self, inputs: dict[str, torch.Tensor], labels_BS: torch.Tensor, num_tokens: torch.Tensor | float | None = None
+        self,
+        inputs: dict[str, torch.Tensor],
+        labels_BS: torch.Tensor,
+        num_tokens: torch.Tensor | float | None = None,
+        *,
+        shifted: bool = False,
     ) -> torch.Tensor:
-        """Arguments of the model, and labels as data sets have them; `num_tokens` as in `GPTLMLoss`."""
+        """Arguments of the model; the others as in `GPTLMLoss`."""
         if not self._head.is_plain:
-            return self._of_logits(self._head.model(**inputs).logits, labels_BS, num_tokens)
-        hidden_BSH = self._head.hidden(**inputs)
+            return self._of_logits(self._head.model(**inputs).logits, labels_BS, num_tokens, shifted=shifted)
+        return self.of_hidden(self._head.hidden(**inputs), labels_BS, num_tokens, shifted=shifted)
+
+    def of_hidden(
+        self,
+        hidden_BSH: torch.Tensor,
+        labels_BS: torch.Tensor,
+        num_tokens: torch.Tensor | float | None = None,
+        *,
+        shifted: bool = False,
+    ) -> torch.Tensor:
+        """The same from what goes into a plain head."""
+        predicting_BSH, targets_BS = (hidden_BSH, labels_BS) if shifted else (hidden_BSH[:, :-1], labels_BS[:, 1:])
         total = linear_cross_entropy(
-            hidden_BSH[:, :-1].reshape(-1, hidden_BSH.shape[-1]),
+            predicting_BSH.reshape(-1, hidden_BSH.shape[-1]),
             self._head.weight_VH,
-            labels_BS[:, 1:].reshape(-1),
+            targets_BS.reshape(-1),
             bias=self._head.bias_V,
         )
         if num_tokens is None:
-            num_tokens = num_supervised_tokens(labels_BS).clamp(min=1)
+            num_tokens = num_supervised_tokens(labels_BS, shifted=shifted).clamp(min=1)
         return total / num_tokens

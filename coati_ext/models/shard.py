@@ -89,12 +89,19 @@ def keep_stage(model: PreTrainedModel, layers_per_stage: tuple[int, ...], stage:
 
 
 def stage_forward(
-    model: PreTrainedModel, *, is_first: bool, is_last: bool, hidden_states: torch.Tensor | None = None, **batch: Any
+    model: PreTrainedModel,
+    *,
+    is_first: bool,
+    is_last: bool,
+    hidden_states: torch.Tensor | None = None,
+    with_head: bool = True,
+    **batch: Any,
 ) -> Any:
     """This stage's part of `model(**batch)`: {"hidden_states": (B, S, H)} for the next one, or the model's output.
 
     Args:
         hidden_states: of the stage before; None on the first.
+        with_head: false: the last stage too returns hidden states, which its head would make logits of.
         batch: input_ids (B, S), attention_mask or position_ids, the same on every stage; what
             supervises is left aside.
     """
@@ -103,7 +110,7 @@ def stage_forward(
     if not is_first:
         del batch["input_ids"]
         batch["inputs_embeds"] = hidden_states
-    if is_last:
+    if is_last and with_head:
         return model(**batch)
     return {"hidden_states": model.base_model(**batch).last_hidden_state}
 

@@ -80,9 +80,10 @@ class SFTTrainer(StepTrainer):
         self.num_epochs, self.accumulation_steps = num_epochs, accumulation_steps
         self.num_steps = num_optimizer_steps(len(dataloader), num_epochs, accumulation_steps, max_steps)
         self.criterion = GPTLMLoss()
-        # A pipeline gives its last stage logits; a rank with a part of every row has other labels.
-        is_whole = pp_group is None and sp_group is None and holds_state(optimizer)
-        self._loss = LanguageModelLoss(LanguageModelHead(model)) if is_whole else None
+        has_head = pp_group is None or dist.get_rank(pp_group) == dist.get_world_size(pp_group) - 1
+        head = LanguageModelHead(model, sp_group) if has_head and holds_state(optimizer) else None
+        self._loss = None if head is None else LanguageModelLoss(head)
+        self._without_logits = head is not None and head.is_plain
         self.loss_first: float | None = None  # of steps that were taken
         self.loss_last: float | None = None
 
@@ -131,6 +132,8 @@ class SFTTrainer(StepTrainer):
 
         def criterion(output: Any, batch: Batch) -> torch.Tensor:
             labels, shifted = _supervision(batch)
+            if self._without_logits:  # of a pipeline's last stage
+                return self._loss.of_hidden(output["hidden_states"], labels, num_tokens, shifted=shifted)
             return self.criterion(output.logits, labels, num_tokens=num_tokens, shifted=shifted)
 
         loss = torch.zeros((), device=self.device)
@@ -146,7 +149,8 @@ class SFTTrainer(StepTrainer):
         for index, batch in enumerate(micro_batches):
             with self._no_sync(is_last=index == len(micro_batches) - 1):
                 if self._loss is not None:
-                    part = self._loss(model_inputs(batch), batch["labels"], num_tokens)
+                    labels, shifted = _supervision(batch)
+                    part = self._loss(model_inputs(batch), labels, num_tokens, shifted=shifted)
                 else:
                     part = criterion(self.model(**model_inputs(batch)), batch)
                 self.booster.backward(part, self.optimizer)
@@ -168,7 +172,8 @@ class SFTTrainer(StepTrainer):
         # Ranks that share experts must call them equally often: some have fewer rows, or packed them better.
         count = torch.tensor(len(rows), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        return rows + [_without_supervision(rows[0])] * (int(count) - len(rows))
+        rows += [_without_supervision(rows[0])] * (int(count) - len(rows))
+        return [{**row, "with_head": False} for row in rows] if self._without_logits else rows
 
     def _do_again(self, micro_batches: list[Batch]) -> None:
         def forward() -> None:

@@ -5,6 +5,7 @@ python applications/benchmark.py grpo --pretrained MODEL --prompt_dataset PROMPT
 python applications/benchmark.py generation
 python applications/benchmark.py experts --shapes qwen3_30b_a3b --tokens 8192
 python applications/benchmark.py step --num_layers 8
+python applications/benchmark.py loss --tokens 8192
 """
 
 import argparse
@@ -12,8 +13,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 from coati_ext.checkpoint_io.command import add_work_flags, run_tool, work_options
+
+Shape = TypeVar("Shape")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -25,6 +29,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_generation_flags(subjects.add_parser("generation", help="completions with and without CUDA graphs"))
     add_experts_flags(subjects.add_parser("experts", help="a block of experts with LoRA, and what else there is"))
     add_step_flags(subjects.add_parser("step", help="whole training steps of a mixture of experts: ours, and PEFT's"))
+    add_loss_flags(subjects.add_parser("loss", help="LM head and cross-entropy, and what else there is"))
     args = parser.parse_args(argv)
     if args.subject == "fp8":
         if not args.size_gb > 0 or not args.baseline_gb > 0:
@@ -117,6 +122,18 @@ def add_step_flags(step: argparse.ArgumentParser) -> None:
     step.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
 
 
+def add_loss_flags(loss: argparse.ArgumentParser) -> None:
+    loss.add_argument("--shapes", nargs="+", metavar="NAME", help="of a head (default: all that there are)")
+    loss.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of a step (default: 8192)")
+    loss.add_argument(
+        "--engines", nargs="+", default=["ours", "logits"],
+        help="ours, logits (all of them, as transformers), compiled (these by torch.compile), liger (its fused linear "
+        "cross-entropy, if installed); default: ours logits",
+    )  # fmt: skip
+    loss.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")
+    loss.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
 def measure(args: argparse.Namespace) -> int:
     measures = {
         "fp8": measure_fp8,
@@ -124,6 +141,7 @@ def measure(args: argparse.Namespace) -> int:
         "generation": measure_generation,
         "experts": measure_experts,
         "step": measure_step,
+        "loss": measure_loss,
     }
     return measures[args.subject](args)
 
@@ -131,21 +149,40 @@ def measure(args: argparse.Namespace) -> int:
 def measure_experts(args: argparse.Namespace) -> int:
     from coati_ext.benchmark import experts
 
-    names = list(experts.SHAPES) if args.shapes is None else args.shapes
-    if unknown := set(names) - set(experts.SHAPES):
-        raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; there are {', '.join(experts.SHAPES)}")
-    for name in ("rank", "steps"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if min(args.tokens) < 1:
-        raise ValueError(f"--tokens must be at least 1, got {min(args.tokens)}")
-    shapes = {name: experts.SHAPES[name] for name in names}
+    shapes = _shapes(args.shapes, experts.SHAPES)
+    _at_least_1(rank=args.rank, steps=args.steps, tokens=min(args.tokens))
     report = experts.compare(
         shapes, args.tokens, args.routings, args.engines, rank=args.rank, steps=args.steps,
         show=lambda line: print(line, flush=True),
     )  # fmt: skip
     write_json(args.json, report)
     return 1 if report["failed"] else 0
+
+
+def measure_loss(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import loss
+
+    shapes = _shapes(args.shapes, loss.SHAPES)
+    _at_least_1(steps=args.steps, tokens=min(args.tokens))
+    report = loss.compare(
+        shapes, args.tokens, args.engines, steps=args.steps, show=lambda line: print(line, flush=True)
+    )
+    write_json(args.json, report)
+    return 1 if report["failed"] else 0
+
+
+def _shapes(names: list[str] | None, known: dict[str, Shape]) -> dict[str, Shape]:
+    """Those of these names, by default all."""
+    names = list(known) if names is None else names
+    if unknown := set(names) - set(known):
+        raise ValueError(f"--shapes: unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return {name: known[name] for name in names}
+
+
+def _at_least_1(**flags: int) -> None:
+    for name, value in flags.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
 
 
 def measure_step(args: argparse.Namespace) -> int:

@@ -7,8 +7,6 @@ enqueued one after the other and timed by events, as they are in training; the m
 what is there before a step: weights, adapter and inputs.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coati_ext.benchmark.timing import device_name, dtype_of, matmul_tflops, measure
 from coati_ext.kernel.fp8_cast import quantize_fp8
 from coati_ext.moe.experts import PROJECTIONS, MoeExperts
 
@@ -35,7 +34,6 @@ SHAPES = {
     "deepseek_v2_lite": Shape(num_experts=64, hidden=2048, intermediate=1408, top_k=6),
 }
 ROUTINGS = ("balanced", "uniform", "skewed", "single")
-_WARMUP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +73,9 @@ def compare(
         if unknown := set(given) - set(known):
             raise ValueError(f"--{name}: unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ceiling = _matmul_tflops(device)
-    show(
-        f"{_device_name(device)}, {_dtype(device)}, LoRA rank {rank} on gate, up and down; matmul {ceiling:.0f} TFLOP/s"
-    )
+    ceiling = matmul_tflops(device)
+    where = f"{device_name(device)}, {dtype_of(device)}"
+    show(f"{where}, LoRA rank {rank} on gate, up and down; matmul {ceiling:.0f} TFLOP/s")
     show(
         f"{'shape':<18}{'tokens':>7} {'routing':<9}{'engine':<13}{'ms':>9}{'TFLOP/s':>9}{'of matmul':>10}{'peak GB':>9}"
     )
@@ -146,7 +143,7 @@ def _frozen(shape: Shape, rank: int, device: torch.device, implementation: str =
     )
     config._experts_implementation = implementation
     with torch.device("meta"):
-        experts = Qwen3MoeExperts(config).to(_dtype(device))
+        experts = Qwen3MoeExperts(config).to(dtype_of(device))
     experts.to_empty(device=device).requires_grad_(False)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -180,7 +177,7 @@ class _Loop(nn.Module):
 
         super().__init__()
         with torch.device(device):
-            self.experts = nn.ModuleList(_Expert(shape, _dtype(device)) for _ in range(shape.num_experts))
+            self.experts = nn.ModuleList(_Expert(shape, dtype_of(device)) for _ in range(shape.num_experts))
         self.experts.requires_grad_(False)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(PROJECTIONS), init_lora_weights=False)
         inject_adapter_in_model(config, self)
@@ -225,7 +222,7 @@ def _measure(
 ) -> tuple[float, int]:
     """Median milliseconds, and the peak in bytes (0 on a CPU)."""
     torch.manual_seed(0)
-    hidden = torch.randn(num_tokens, shape.hidden, device=device, dtype=_dtype(device)).requires_grad_()
+    hidden = torch.randn(num_tokens, shape.hidden, device=device, dtype=dtype_of(device)).requires_grad_()
     weights = torch.rand(num_tokens, shape.top_k, device=device).requires_grad_()
     index, probe = route(shape, num_tokens, routing, device), torch.randn_like(hidden)
     leaves = [hidden, weights, *(p for p in block.parameters() if p.requires_grad)]
@@ -233,21 +230,7 @@ def _measure(
     def step() -> None:
         torch.autograd.grad(block(hidden, index, weights), leaves, probe, allow_unused=True)
 
-    for _ in range(_WARMUP):
-        step()
-    if device.type == "cpu":
-        return statistics.median(_timed(step) for _ in range(steps)), 0
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
-    for start, end in pairs:
-        start.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    return statistics.median(start.elapsed_time(end) for start, end in pairs), peak
+    return measure(step, device, steps)
 
 
 def route(shape: Shape, num_tokens: int, routing: str, device: torch.device) -> torch.Tensor:
@@ -266,34 +249,3 @@ def route(shape: Shape, num_tokens: int, routing: str, device: torch.device) -> 
         score = -torch.log(torch.arange(1, e + 1, device=device).float())
     noise = -torch.log(-torch.log(torch.rand(num_tokens, e, device=device)))
     return (score + noise).topk(k, dim=-1).indices
-
-
-def _timed(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _matmul_tflops(device: torch.device) -> float:
-    n = 8192 if device.type == "cuda" else 512
-    a, b = (torch.randn(n, n, device=device, dtype=_dtype(device)) for _ in range(2))
-    if device.type == "cpu":
-        a @ b
-        return 2e-9 * n**3 / statistics.median(_timed(lambda: a @ b) for _ in range(5))
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2e-9 * n**3 / statistics.median(times[2:])
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of an experts layer for Hopper, which needs no GPU: the interpreter checks no types.
+"""Compile the Triton kernels of a training step for Hopper, which needs no GPU: the interpreter checks no types.
 
 Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
 """
@@ -6,7 +6,13 @@ Run by test_compiles.py in a process of its own, without TRITON_INTERPRET.
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from coati_ext.kernel import copy_matrices_triton, factor_gradient_triton, moe_rows_triton, sort_rows_triton
+from coati_ext.kernel import (
+    copy_matrices_triton,
+    factor_gradient_triton,
+    moe_rows_triton,
+    softmax_rows_triton,
+    sort_rows_triton,
+)
 
 ROWS, FP32, INT32, INT64 = "*bf16", "*fp32", "*i32", "*i64"
 LOW = {
@@ -28,6 +34,10 @@ SORT = {
     "counts_BE": INT32, "first_BE": INT32, "total_E": INT64, "ends_E": INT32, "token": INT64,
     "num_rows": "i32", "num_experts": "i32", "num_chunks": "i32", "top_k": "i32",
 }  # fmt: skip
+SOFTMAX = {
+    "logits": FP32, "target_of": INT64, "out_max": FP32, "out_sum": FP32, "out_target": FP32, "out_weighted": FP32,
+    "maxima": FP32, "log_sums": FP32, "grads": FP32, "num_words": "i32",
+}  # fmt: skip
 TILE = {"Q": 16, "SPARE": 64, "ROWS": 64, "BLOCK": 128}
 KERNELS = {
     "_tiles": {"GROUPS": 256, "ROWS": 64},
@@ -43,15 +53,17 @@ KERNELS = {
     "_count_rows": {"EXPERTS": 512, "CHUNK": 512},
     "_first_rows": {"EXPERTS": 512, "CHUNKS": 1024},
     "_place_rows": {"CHUNK": 512, "LANES": 32},
+    "_softmax_sums": {"WEIGHTED": True, "BLOCK": 4096},
+    "_softmax_gradient": {"BLOCK": 4096},
 }
 WITH_LOW = ("_gather_rows_low", "_swiglu_rows_low", "_swiglu_rows_backward_low")
 
-MODULES = (moe_rows_triton, factor_gradient_triton, copy_matrices_triton, sort_rows_triton)
+MODULES = (moe_rows_triton, factor_gradient_triton, copy_matrices_triton, softmax_rows_triton, sort_rows_triton)
 others = [(name, {**KERNELS[name], **changed}) for name in WITH_LOW for changed in ({"SPARE": 0}, {"ROWS": 16})]
 
 for name, constants in [*KERNELS.items(), *others]:
     kernel = next(vars(module)[name] for module in MODULES if name in vars(module))
-    types = {**COMMON, **GRADIENT, **COPY, **SORT}
+    types = {**COMMON, **GRADIENT, **COPY, **SORT, **SOFTMAX}
     signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
     values = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     compiled = compile(ASTSource(kernel, signature, values, {}), target=GPUTarget("cuda", 90, 32))

@@ -3,14 +3,14 @@
 B completions, S tokens, A = S - 1 predicted positions, N tokens of completions, H hidden, V vocabulary.
 
 Only the tokens that the mask names pass the LM head, and their logits never exist together (`linear_log_probs`). Where
-the model does more with its logits than multiply by the head's weight, they are computed in full.
+the model does more with its logits than `LanguageModelHead` knows of, they are computed in full.
 """
 
 import torch
 from torch import nn
 
 from coati_ext.models.lm_head import LanguageModelHead
-from coati_ext.models.log_probs import linear_log_probs, log_probs_and_entropy
+from coati_ext.models.log_probs import log_probs_and_entropy
 
 
 class CompletionLogProbs:
@@ -53,13 +53,7 @@ class CompletionLogProbs:
         self, sequences_BS: torch.Tensor, mask_BA: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_BSH = self.head.hidden(input_ids=sequences_BS)
-        return linear_log_probs(
-            hidden_BSH[:, :-1][mask_BA],
-            self.head.weight_VH,
-            sequences_BS[:, 1:][mask_BA],
-            temperature=temperature,
-            bias=self.head.bias_V,
-        )
+        return self.head.log_probs(hidden_BSH[:, :-1][mask_BA], sequences_BS[:, 1:][mask_BA], temperature)
 
     def _of_logits(
         self, sequences_BS: torch.Tensor, mask_BA: torch.Tensor, temperature: float

@@ -19,7 +19,7 @@ LENGTHS = [(3, 4), (1, 6), (5, 0), (2, 9), (4, 1)]  # prompt and completion; one
 TOLERANCE = 1e-5  # of log-probabilities: fp32 sums in another order
 
 # Of dense families that do more with their logits than multiply: what they do, large enough to be seen.
-NOT_PLAIN = {
+SCALED_OR_CAPPED = {
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2},
     "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8, "layer_types": ["full_attention"] * 2},
@@ -87,13 +87,19 @@ def test_tied_heads_are_plain(family):
     assert_equals_full_logits(tiny_model(family, tie_word_embeddings=True), linear=True)
 
 
-@pytest.mark.parametrize("model_type", NOT_PLAIN)
-def test_logits_that_are_scaled_or_capped_are_computed_in_full(model_type):
-    assert_equals_full_logits(dense(model_type, **NOT_PLAIN[model_type]), linear=False)
+@pytest.mark.parametrize("model_type", SCALED_OR_CAPPED)
+def test_logits_that_are_scaled_or_capped_are_so_in_chunks_too(model_type):
+    assert_equals_full_logits(dense(model_type, **SCALED_OR_CAPPED[model_type]), linear=True)
 
 
-def test_a_moe_family_that_scales_its_logits_is_computed_in_full():
-    assert_equals_full_logits(tiny_model("cohere2_moe", logit_scale=0.3), linear=False)
+def test_a_moe_family_that_scales_its_logits_does_so_in_chunks_too():
+    assert_equals_full_logits(tiny_model("cohere2_moe", logit_scale=0.3), linear=True)
+
+
+def test_a_setting_of_logits_that_is_not_known_has_them_computed_in_full():
+    model = tiny_model("llama")
+    model.config.logit_noise = 0.1
+    assert_equals_full_logits(model, linear=False)
 
 
 def test_logits_that_no_setting_tells_of_are_found_out_by_trying():
@@ -141,14 +147,14 @@ def tensor_parallel(family: str) -> dict:
     return {"linear": log_probs.linear, "found": found_BA.detach(), "entropy": entropy_BA, "gradients": gradients}
 
 
-def test_a_head_that_ranks_share_is_computed_in_full():
+def test_a_head_that_ranks_share_is_applied_in_slices():
     model = tiny_model("llama")
     inject_lora(model, lora_config(["all"]), seed=0)
     randomise_lora_B(model)
     expected_BA, entropy_BA = by_full_logits(model, *rows(), 0.7)
     expected_BA.sum().backward()
     for ours in pool(2).run(tensor_parallel, "llama"):
-        assert not ours["linear"]
+        assert ours["linear"]
         torch.testing.assert_close(ours["found"], expected_BA.detach(), rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(ours["entropy"], entropy_BA, rtol=0, atol=TOLERANCE)
         for name, parameter in model.named_parameters():

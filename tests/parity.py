@@ -97,6 +97,7 @@ def reference(
     steps: int = 1,
     lr: float = 0.0,
     clip: float = 0.0,
+    train_head: bool = False,
     model_kwargs: dict | None = None,
 ):
     """(losses, gradient norms, gradients of the last step) of plain SGD on one process."""
@@ -107,6 +108,7 @@ def reference(
     inject_lora(model, lora_config(targets), seed=0)
     randomise_lora_B(model)
     starve(model, num_used)
+    model.get_output_embeddings().requires_grad_(train_head)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     batch, losses, norms = collate(samples()), [], []
     for _ in range(steps):
@@ -144,6 +146,7 @@ def run_layout(
     zero_stage: int = 1,
     num_layers_per_stage: list[int] | None = None,
     microbatch_size: int = 1,
+    train_head: bool = False,
     model_kwargs: dict | None = None,
     plugin_kwargs: dict | None = None,
 ):
@@ -175,6 +178,7 @@ def run_layout(
     model = booster.enable_lora(whole, lora_config=lora_config(targets))
     randomise_lora_B(model)
     starve(model, num_used)
+    model.get_output_embeddings().requires_grad_(train_head)
     if checkpointing:
         enable_recompute(model)
         model.train()
@@ -227,8 +231,8 @@ def whole_gradients(model: nn.Module, optimizer, pp_group, tp_group) -> dict[str
             grad = torch.cat(parts)
         cut = getattr(parameter, "tp_cut", None)
         if cut is not None:
-            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(tp_group))]
-            dist.all_gather(parts, grad.contiguous(), group=tp_group)
+            parts = [None] * dist.get_world_size(tp_group)  # of unlike sizes
+            dist.all_gather_object(parts, grad, group=tp_group)
             grad = torch.cat(parts, dim=cut.dim)
         whole[name] = grad.float().cpu()
     stages = [None] * dist.get_world_size(pp_group)

@@ -12,7 +12,8 @@ BLOCK = 4096  # words of a row at a time
 
 @triton.jit
 def _softmax_sums(
-    logits, target_of, out_max, out_sum, out_target, out_weighted, num_words, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    logits, target_of, out_max, out_sum, out_target, out_weighted, num_words,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of one row. Every lane keeps the sums of its own words, relative to the largest of them, until the end."""
     row = tl.program_id(0).to(tl.int64)

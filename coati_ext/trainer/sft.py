@@ -148,14 +148,17 @@ class SFTTrainer(StepTrainer):
             return loss
         for index, batch in enumerate(micro_batches):
             with self._no_sync(is_last=index == len(micro_batches) - 1):
-                if self._loss is not None:
-                    labels, shifted = _supervision(batch)
-                    part = self._loss(model_inputs(batch), labels, num_tokens, shifted=shifted)
-                else:
-                    part = criterion(self.model(**model_inputs(batch)), batch)
+                part = self._loss_of(batch, num_tokens)
                 self.booster.backward(part, self.optimizer)
             loss += part.detach()
         return loss
+
+    def _loss_of(self, batch: Batch, num_tokens: float) -> torch.Tensor:
+        """Without a pipeline."""
+        labels, shifted = _supervision(batch)
+        if self._loss is not None:
+            return self._loss(model_inputs(batch), labels, num_tokens, shifted=shifted)
+        return self.criterion(self.model(**model_inputs(batch)).logits, labels, num_tokens, shifted=shifted)
 
     def _mine(self, batch: Batch) -> Batch:
         """On the device; under sequence parallelism this rank's part of each row."""
@@ -178,7 +181,7 @@ class SFTTrainer(StepTrainer):
     def _do_again(self, micro_batches: list[Batch]) -> None:
         def forward() -> None:
             for batch in micro_batches:  # there is no pipeline then
-                self.model(**model_inputs(batch))
+                self._loss_of(batch, 1.0)
 
         self._repeat(lambda: self._forward_backward(micro_batches, 1.0), forward)
 

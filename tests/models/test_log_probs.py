@@ -230,6 +230,86 @@ def test_cross_entropy_of_nothing_is_zero_and_stays_in_the_graph():
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
+@pytest.mark.parametrize("variant", ["plain", "bias", "softcap", "scale"])
+@pytest.mark.parametrize("chunk_size", [1, 3, 1024])
+def test_cross_entropy_of_every_kind_of_head_equals_fp64(variant, chunk_size):
+    settings = {name: value for name, value in VARIANTS[variant].items() if name != "temperature"}
+    leaves = [random(7, 13), random(19, 13, seed=1), *([settings["bias"].clone()] if "bias" in settings else [])]
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    if "bias" in settings:
+        settings["bias"] = leaves[2]
+    targets = random_targets(7, words=19)
+    loss = linear_cross_entropy(*leaves[:2], targets, chunk_size=chunk_size, **settings)
+    logits = head_reference(*exact, softcap=settings.get("logit_softcap"), scale=settings.get("logit_scale"))
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num += function.overloadpacket is torch.ops.aten.mm
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("frozen", "products_of_a_chunk"), [(True, 2), (False, 3)])
+def test_cross_entropy_makes_no_product_twice(frozen, products_of_a_chunk):
+    hidden, weight = random(6, 5).requires_grad_(), random(11, 5, seed=1).requires_grad_(not frozen)
+    with Products() as counted:
+        linear_cross_entropy(hidden, weight, random_targets(6, words=11), chunk_size=3).backward()
+    assert counted.num == 2 * products_of_a_chunk
+
+
+def test_cross_entropy_without_a_backward_makes_the_logits_alone():
+    hidden, weight = random(6, 5).requires_grad_(), random(11, 5, seed=1).requires_grad_()
+    with torch.no_grad(), Products() as counted:
+        linear_cross_entropy(hidden, weight, random_targets(6, words=11), chunk_size=3)
+    assert counted.num == 2
+
+
+def test_the_factor_of_bf16_gradients_is_not_rounded_to_bf16():
+    hidden, weight = random(40, 64).bfloat16().requires_grad_(), random(31, 64, seed=1).bfloat16().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, random_targets(40, words=31), chunk_size=17)
+    factor = 1.0035  # between 1 and 1.0078, which are neighbours
+    for leaf in (hidden, weight):
+        once, scaled = (torch.autograd.grad(loss * f, leaf, retain_graph=True)[0] for f in (1.0, factor))
+        assert once.dtype == scaled.dtype == torch.bfloat16
+        ratio = (once.double() * scaled.double()).sum() / once.double().square().sum()
+        assert abs(ratio - factor) < 1e-3  # what rounding of each element leaves in the mean
+
+
+def test_small_gradients_of_fp16_are_rounded_after_the_loss_scale():
+    hidden, weight = torch.ones(1, 4).half(), torch.zeros(7, 4).half()
+    weight[3] = 4.5  # the others have a probability of 1.5e-8, which is 0 in fp16
+    weight.requires_grad_()
+    (linear_cross_entropy(hidden, weight, torch.tensor([3])) * 65536).backward()
+    expected = torch.tensor([0.0] * 6 + [18.0], dtype=torch.float64).softmax(0)[0] * 65536
+    torch.testing.assert_close(weight.grad[0].double(), expected.expand(4), rtol=1e-3, atol=0)
+
+
+def test_cross_entropy_can_be_differentiated_again():
+    hidden = random(6, 5).requires_grad_()
+    loss = linear_cross_entropy(hidden, random(11, 5, seed=1), random_targets(6, words=11))
+    once, again = (torch.autograd.grad(loss * 3, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, again) and once.any()
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_that_is_no_word_gives_no_number(target):
+    hidden, weight = random(2, 5), random(7, 5, seed=1)
+    log_probs, _ = linear_log_probs(hidden, weight, torch.tensor([0, target]))
+    assert log_probs.isnan().tolist() == [False, True]
+    assert linear_cross_entropy(hidden, weight, torch.tensor([0, target])).isnan()
+
+
 # --- refusals
 
 

@@ -22,6 +22,7 @@ LAYOUTS = {  # name: (processes, family, settings of run_layout)
     "one process": (1, "mixtral", {}),
     "one process, trained head": (1, "llama", {"train_head": True}),
     "ep 2": (2, "mixtral", {"ep": 2}),
+    "ep 2, ZeRO 2": (2, "mixtral", {"ep": 2, "zero_stage": 2}),
     "pp 2": (2, "mixtral", {"pp": 2, "microbatch_size": 2}),
     "pp 2, packing": (2, "mixtral", {"pp": 2, "packing": True}),
     "pp 2, tied": (2, "mixtral", {"pp": 2, "microbatch_size": 2, **TIED}),
@@ -59,6 +60,8 @@ def run_watched(family: str, settings: dict, chunk_size: int = CHUNK_SIZE):
 
     def watched(trainer, batches):
         with LargestLogits(list(trainer.model.parameters())) as seen:
+            if settings.get("zero_stage") == 2:  # which looks for values that are not finite by a forward alone
+                trainer._do_again([trainer._mine(batch) for batch in batches])
             result = train_step(trainer, batches)
         largest.append(seen.num_rows)
         return result

@@ -37,6 +37,28 @@ def test_values_and_gradients_equal_fp64(dtype, chunk_size):
         torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=0, atol=rounding * scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", [{}, {"logit_softcap": 3.0, "logit_scale": 0.5}])
+def test_cross_entropy_and_its_gradients_equal_fp64(dtype, settings):
+    hidden, weight, targets, _ = inputs(dtype)
+    targets[::7] = -100
+    bias = torch.linspace(-1, 1, WORDS, device="cuda").to(dtype)
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    loss = linear_cross_entropy(*leaves[:2], targets, bias=bias, chunk_size=300, **settings)
+    logits = (exact[0] @ exact[1].T + exact[2]) * settings.get("logit_scale", 1)
+    logits = 3 * torch.tanh(logits / 3) if settings else logits
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    (loss / 100).backward()
+    (expected / 100).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    # The gradient of the products is rounded, and the result: twice for bf16, which has its factor last.
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        scale = exact_leaf.grad.abs().max().item()
+        torch.testing.assert_close(leaf.grad.double(), exact_leaf.grad, rtol=0, atol=rounding * scale)
+
+
 def test_from_logits_and_from_hidden_are_the_same():
     hidden, weight, targets, _ = inputs(torch.float32)
     from_logits = log_probs_of(hidden @ weight.T, targets, 0.8, chunk_size=300)
@@ -45,13 +67,22 @@ def test_from_logits_and_from_hidden_are_the_same():
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum"))
 
 
-def test_memory_is_that_of_a_chunk():
+@pytest.mark.parametrize("of", ["log_probs", "cross_entropy"])
+def test_memory_is_that_of_a_chunk(of):
     hidden, weight, targets, upstream = inputs(torch.bfloat16)
     hidden.requires_grad_()
-    linear_log_probs(hidden, weight, targets, chunk_size=50)[0].backward(upstream)  # what libraries keep
+
+    def step() -> None:
+        if of == "log_probs":
+            linear_log_probs(hidden, weight, targets, chunk_size=50)[0].backward(upstream)
+        else:
+            linear_cross_entropy(hidden, weight, targets, chunk_size=50).backward()
+
+    step()  # what libraries keep
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_log_probs(hidden, weight, targets, chunk_size=50)[0].backward(upstream)
+    step()
     chunk = 50 * WORDS * 4
-    assert torch.cuda.max_memory_allocated() - before < 5 * chunk + 4 * hidden.nbytes < ROWS * WORDS * 4 / 2
+    # fp32 logits, and their gradient in bf16; of the hidden states a copy, the gradient, and it times its factor.
+    assert torch.cuda.max_memory_allocated() - before < 2 * chunk + 5 * hidden.nbytes < ROWS * WORDS * 4 / 2

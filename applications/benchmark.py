@@ -130,6 +130,7 @@ def add_loss_flags(loss: argparse.ArgumentParser) -> None:
         help="ours, logits (all of them, as transformers), compiled (these by torch.compile), liger (its fused linear "
         "cross-entropy, if installed); default: ours logits",
     )  # fmt: skip
+    loss.add_argument("--train_head", action="store_true", help="with the head's gradient (default: a frozen one)")
     loss.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")
     loss.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
 
@@ -165,8 +166,9 @@ def measure_loss(args: argparse.Namespace) -> int:
     shapes = _shapes(args.shapes, loss.SHAPES)
     _at_least_1(steps=args.steps, tokens=min(args.tokens))
     report = loss.compare(
-        shapes, args.tokens, args.engines, steps=args.steps, show=lambda line: print(line, flush=True)
-    )
+        shapes, args.tokens, args.engines, train_head=args.train_head, steps=args.steps,
+        show=lambda line: print(line, flush=True),
+    )  # fmt: skip
     write_json(args.json, report)
     return 1 if report["failed"] else 0
 

@@ -2,9 +2,9 @@
 
 Legend: N tokens, H hidden, V vocabulary.
 
-The head is frozen, as under LoRA; 4·N·H·V operations are counted, of the logits and of the hidden states' gradient.
-(What makes the logits twice, and does not keep them, does half as much again.) Memory is the peak above what is there
-before a step: hidden states, head and labels.
+4·N·H·V operations are counted where the head is frozen, as under LoRA: of the logits and of the hidden states'
+gradient; 6·N·H·V where it is trained. Memory is the peak above what is there before a step: hidden states, head and
+labels.
 """
 
 import importlib.util
@@ -41,6 +41,7 @@ def compare(
     tokens: Sequence[int],
     engines: Sequence[str],
     *,
+    train_head: bool = False,
     steps: int = 7,
     show: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -58,12 +59,13 @@ def compare(
         raise ValueError("--engines liger: liger-kernel is not installed; pip install liger-kernel, or leave it out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceiling = matmul_tflops(device)
-    show(f"{device_name(device)}, {dtype_of(device)}, a frozen head; matmul {ceiling:.0f} TFLOP/s")
+    kind = "trained" if train_head else "frozen"
+    show(f"{device_name(device)}, {dtype_of(device)}, a {kind} head; matmul {ceiling:.0f} TFLOP/s")
     show(f"{'shape':<16}{'tokens':>7} {'engine':<10}{'ms':>9}{'of matmul':>11}{'peak GB':>9}{'loss':>10}")
     report: dict[str, Any] = {"ceiling_tflops": ceiling, "rows": [], "failed": []}
     for name, (hidden, vocabulary) in shapes.items():
         for num_tokens in tokens:
-            inputs = _inputs(num_tokens, hidden, vocabulary, device)
+            inputs = _inputs(num_tokens, hidden, vocabulary, device, train_head)
             for engine in engines:
                 try:
                     ms, peak, loss = _measure(ENGINES[engine], inputs, device, steps)
@@ -72,7 +74,7 @@ def compare(
                     report["failed"].append({"engine": engine, "shape": name, "error": reason})
                     show(f"{name:<16}{num_tokens:>7} {engine:<10}failed: {reason}")
                     continue
-                work = 4e-9 * num_tokens * hidden * vocabulary
+                work = (6e-9 if train_head else 4e-9) * num_tokens * hidden * vocabulary
                 row = Row(
                     shape=name, num_tokens=num_tokens, engine=engine, ms=ms, of_ceiling=work / ms / ceiling,
                     peak_gb=peak / 1e9, loss=loss,
@@ -85,11 +87,13 @@ def compare(
     return report
 
 
-def _inputs(num_tokens: int, hidden: int, vocabulary: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _inputs(
+    num_tokens: int, hidden: int, vocabulary: int, device: torch.device, train_head: bool
+) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
     like = {"device": device, "dtype": dtype_of(device)}
     hidden_NH = torch.randn(num_tokens, hidden, **like).requires_grad_()
-    weight_VH = torch.randn(vocabulary, hidden, **like).mul_(0.02)
+    weight_VH = torch.randn(vocabulary, hidden, **like).mul_(0.02).requires_grad_(train_head)
     return hidden_NH, weight_VH, torch.randint(vocabulary, (num_tokens,), device=device)
 
 
@@ -101,7 +105,7 @@ def _measure(
 
     def step() -> None:
         value = loss(*inputs)
-        torch.autograd.grad(value, inputs[0])
+        torch.autograd.grad(value, [tensor for tensor in inputs if tensor.requires_grad])
         found[:] = [value.detach()]
 
     return *measure(step, device, steps), found[0].item()

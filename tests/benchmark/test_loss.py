@@ -18,6 +18,20 @@ def test_the_engines_find_the_same_loss():
     json.dumps(report)
 
 
+@pytest.mark.parametrize("train_head", [False, True])
+def test_the_head_is_trained_on_request(train_head, monkeypatch):
+    trained, lines = [], []
+
+    def engine(hidden, weight, labels):
+        trained.append(weight.requires_grad)
+        return loss._logits(hidden, weight, labels)
+
+    monkeypatch.setitem(loss.ENGINES, "ours", engine)
+    loss.compare({"tiny": (8, 50)}, [3], ["ours"], train_head=train_head, steps=1, show=lines.append)
+    assert set(trained) == {train_head}
+    assert ("a trained head" if train_head else "a frozen head") in lines[0]
+
+
 def test_an_engine_that_fails_leaves_the_others_their_rows(monkeypatch):
     def broken(*inputs):
         raise RuntimeError("no such kernel. More of it")

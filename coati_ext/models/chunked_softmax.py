@@ -244,7 +244,7 @@ class _HeadGradients:
         if self.hidden_NH is not None:
             torch.mm(grad_CV, self._weight_VH, out=self.hidden_NH[chunk])
         if self.weight_VH is not None:
-            self.weight_VH += _wide_mm(grad_CV.T, self._hidden_NH[chunk])
+            _add_product(self.weight_VH, grad_CV.T, self._hidden_NH[chunk])
         if self.bias_V is not None:
             self.bias_V += grad_CV.sum(0, dtype=self.bias_V.dtype)
 
@@ -284,3 +284,11 @@ def _wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where the total is as wide as what `_wide_mm` gives, without a tensor of its size beside it."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

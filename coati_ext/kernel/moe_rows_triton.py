@@ -37,9 +37,13 @@ class Tiles:
     height: int
 
 
-def tiles_of(offs_E: torch.Tensor, num_rows: int) -> Tiles:
-    """Tiles of rows, each of one group, made on the device."""
-    height = next((height for height in ROWS if num_rows >= ENOUGH * height), ROWS[-1])
+def height_for(num_rows: int) -> int:
+    """Of the tiles of the passes over these rows."""
+    return next((height for height in ROWS if num_rows >= ENOUGH * height), ROWS[-1])
+
+
+def tiles_of(offs_E: torch.Tensor, num_rows: int, height: int) -> Tiles:
+    """Tiles of at most `height` rows, each of one group, made on the device."""
     num_groups = offs_E.shape[0]
     start_E, first_tile_E = offs_E.new_empty(num_groups + 1), offs_E.new_empty(num_groups + 1)
     group_M = offs_E.new_empty(num_rows // height + num_groups)

@@ -1,6 +1,5 @@
 """Which of the rows of an experts layer belong to which expert, on the device alone."""
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +18,19 @@ class RowGroups:
 
     def __init__(self, offs_E: torch.Tensor, num_rows: int) -> None:
         self.offs_E, self.num_rows = offs_E, num_rows
+        self._tiles: dict[int, Tiles] = {}
 
-    @cached_property
+    @property
     def tiles(self) -> "Tiles":
-        """For the Triton kernels; made once, for all passes."""
+        """Those of the passes over the rows."""
+        from coati_ext.kernel.moe_rows_triton import height_for
+
+        return self.tiles_of(height_for(self.num_rows))
+
+    def tiles_of(self, height: int) -> "Tiles":
+        """Tiles of at most `height` rows for the Triton kernels; made once, for all passes."""
         from coati_ext.kernel.moe_rows_triton import tiles_of
 
-        return tiles_of(self.offs_E, self.num_rows)
+        if height not in self._tiles:
+            self._tiles[height] = tiles_of(self.offs_E, self.num_rows, height)
+        return self._tiles[height]

@@ -15,6 +15,7 @@ from torch import nn
 
 from coati_ext.kernel.copy_matrices import copy_matrices
 from coati_ext.kernel.fp8_cast import dequantize_fp8
+from coati_ext.kernel.fp8_gemm import has_fp8_kernels, rows_by_fp8
 from coati_ext.kernel.grouped_gemm import rows_by_weights
 from coati_ext.kernel.row_groups import RowGroups
 
@@ -120,7 +121,8 @@ class PackedWeight(FrozenWeight):
 class Fp8Weight(FrozenWeight):
     """Kept in FP8 with the scales of blocks of 128 x 128, which count anew from the first row of each part.
 
-    Each product dequantises the whole weight, and the copy is gone after it.
+    Products dequantise it as they go where there is a kernel (`fp8_gemm.py`); else each makes a 16-bit copy of the
+    whole weight, which is gone after it.
 
     Args:
         weight_LNK, scale_LIJ: float8_e4m3fn and fp32.
@@ -159,6 +161,9 @@ class Fp8Weight(FrozenWeight):
         *,
         transposed: bool,
     ) -> torch.Tensor:
+        if has_fp8_kernels(rows, self._weight_LNK, self._num_parts):
+            low = None if low_Rq is None else (low_Rq, factor_LqN)
+            return rows_by_fp8(rows, self._weight_LNK, self._scale_LIJ, groups, transposed=transposed, low=low)
         weight, scale = (each.unflatten(1, (self._num_parts, -1)) for each in (self._weight_LNK, self._scale_LIJ))
         weight_LNK = dequantize_fp8(weight, scale, dtype=rows.dtype).flatten(1, 2)
         out = rows_by_weights(rows, weight_LNK if transposed else weight_LNK.transpose(1, 2), groups.offs_E)

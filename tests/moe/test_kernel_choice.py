@@ -40,3 +40,12 @@ def test_what_keeps_experts_from_the_kernels_is_named(model, reason, monkeypatch
     CHANGES[reason](experts_of(model)[0])
     found = describe_kernels(model.eval())
     assert "Triton" not in found and found.endswith(reason)
+
+
+def test_how_fp8_weights_are_multiplied_is_told(model, monkeypatch):
+    for experts in experts_of(model):
+        experts.keep_fp8("gate_up_proj")
+        experts.keep_fp8("down_proj")
+    assert describe_kernels(model).endswith("; FP8 weights dequantised into a copy for each product")
+    monkeypatch.setattr(kernel_choice, "has_fp8_kernels", lambda rows, weight, num_parts=1: True)
+    assert describe_kernels(model).endswith("; FP8 weights dequantised inside their products")

@@ -6,6 +6,7 @@ python applications/benchmark.py generation
 python applications/benchmark.py experts --shapes qwen3_30b_a3b --tokens 8192
 python applications/benchmark.py step --num_layers 8
 python applications/benchmark.py loss --tokens 8192
+python applications/benchmark.py ep --shapes deepseek_v3
 """
 
 import argparse
@@ -30,6 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_experts_flags(subjects.add_parser("experts", help="a block of experts with LoRA, and what else there is"))
     add_step_flags(subjects.add_parser("step", help="whole training steps of a mixture of experts: ours, and PEFT's"))
     add_loss_flags(subjects.add_parser("loss", help="LM head and cross-entropy, and what else there is"))
+    add_ep_flags(subjects.add_parser("ep", help="expert parallelism on the GPUs of this host, against their links"))
     args = parser.parse_args(argv)
     if args.subject == "fp8":
         if not args.size_gb > 0 or not args.baseline_gb > 0:
@@ -135,6 +137,19 @@ def add_loss_flags(loss: argparse.ArgumentParser) -> None:
     loss.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
 
 
+def add_ep_flags(ep: argparse.ArgumentParser) -> None:
+    ep.add_argument("--shapes", nargs="+", metavar="NAME", help="of a block (default: all that there are)")
+    ep.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of a step of each rank (default: 8192)")
+    ep.add_argument(
+        "--routings", nargs="+", default=["balanced", "uniform", "skewed"],
+        help="balanced, uniform (each token draws), skewed (by Zipf's law), single (one expert has all)",
+    )  # fmt: skip
+    ep.add_argument("--ranks", type=int, help="processes to start (default: one a visible GPU; with gloo 2)")
+    ep.add_argument("--backend", default="nccl", help="nccl (GPUs; default) or gloo (CPUs)")
+    ep.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")
+    ep.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+
+
 def measure(args: argparse.Namespace) -> int:
     measures = {
         "fp8": measure_fp8,
@@ -143,6 +158,7 @@ def measure(args: argparse.Namespace) -> int:
         "experts": measure_experts,
         "step": measure_step,
         "loss": measure_loss,
+        "ep": measure_ep,
     }
     return measures[args.subject](args)
 
@@ -171,6 +187,15 @@ def measure_loss(args: argparse.Namespace) -> int:
     )  # fmt: skip
     write_json(args.json, report)
     return 1 if report["failed"] else 0
+
+
+def measure_ep(args: argparse.Namespace) -> int:
+    from coati_ext.benchmark import ep, experts
+
+    shapes = _shapes(args.shapes, experts.SHAPES)
+    numbers = {name: getattr(args, name) for name in ("ranks", "backend", "steps")}
+    write_json(args.json, ep.compare(shapes, args.tokens, args.routings, **numbers))
+    return 0
 
 
 def _shapes(names: list[str] | None, known: dict[str, Shape]) -> dict[str, Shape]:

@@ -8,11 +8,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from coati_ext.kernel.fp8_cast import dequantize_fp8, grid_of_scales
+from coati_ext.kernel.fp8_gemm import has_fp8_kernels, rows_by_fp8
+from coati_ext.kernel.row_groups import RowGroups
 from coati_ext.utils.kept_dtypes import KeepsFp8, fp8_parameters
+
+FEW_ROWS = 256
+"""Up to which the weight is dequantised inside the product: with more, a copy and torch's product are faster."""
 
 
 class Fp8Linear(KeepsFp8, nn.Linear):
     """Dequantised for each product, forward and backward, so that no copy in 16 bits outlives one.
+
+    A forward of few rows, as in decoding, needs no copy where there is a kernel.
 
     Attributes:
         weight, weight_scale_inv: (N, K) float8_e4m3fn, and fp32 scales of its blocks of 128 x 128.
@@ -36,6 +43,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, scale_IJ, bias):
         ctx.save_for_backward(weight_NK, scale_IJ)
+        num_rows = x.numel() // x.shape[-1]
+        if 0 < num_rows <= FEW_ROWS and has_fp8_kernels(x, weight_NK[None]):
+            ends = torch.full((1,), num_rows, dtype=torch.int32, device=x.device)
+            rows = x.reshape(num_rows, -1).contiguous()
+            groups = RowGroups(ends, num_rows)
+            out = rows_by_fp8(rows, weight_NK[None], scale_IJ[None], groups, transposed=False)
+            out = out.view(*x.shape[:-1], -1)
+            return out if bias is None else out + bias
         return F.linear(x, dequantize_fp8(weight_NK, scale_IJ, dtype=x.dtype), bias)
 
     @staticmethod

@@ -71,3 +71,17 @@ def test_products_of_quantised_rows(name, widths):
     rows = codes.float() * scales.repeat_interleave(128, 1)[:, : widths[1]]
     assert error(found, wanted(rows, exact.transpose(1, 2), counts, None)) < 3e-3
     assert error(found, wanted(x, exact.transpose(1, 2), counts, None)) < 4e-2  # of rows in e4m3: 4 bits
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1000])
+def test_a_linear_layer_multiplies_by_its_dequantised_weight(num_rows):
+    from torch import nn
+
+    from coati_ext.models.fp8_linear import Fp8Linear
+
+    torch.manual_seed(0)
+    layer = Fp8Linear(nn.Linear(1536, 576, bias=True, device="cuda", dtype=torch.bfloat16))
+    layer.weight.data, layer.weight_scale_inv.data = quantize_fp8(torch.randn(576, 1536, device="cuda"))
+    x = torch.randn(num_rows, 1536, device="cuda", dtype=torch.bfloat16)
+    exact = x.float() @ dequantize_fp8(layer.weight, layer.weight_scale_inv, dtype=torch.float32).T + layer.bias.float()
+    assert error(layer(x), exact) < 5e-3

@@ -1,6 +1,7 @@
 """Published config.json files, as far as they make shapes, by the name of the model."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def model_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
     """Of one of `MODELS`, or of a file that is a config.json or a directory with one; with its first layers.
 
     Raises:
-        ValueError: neither, or more layers than it has.
+        ValueError: neither, a config.json that makes no model, or more layers than it has.
     """
     if name in MODELS:
         found = dict(MODELS[name])
@@ -36,9 +37,30 @@ def model_config(name: str, num_layers: int | None = None) -> dict[str, Any]:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {name}: neither {', '.join(MODELS)} nor a config.json: {error}") from None
+        for key, kind in (("model_type", str), ("num_hidden_layers", int), ("vocab_size", int)):
+            if not isinstance(found, dict) or not isinstance(found.get(key), kind):
+                raise ValueError(
+                    f"--model {name}: {key} is missing or no {kind.__name__}: no config of a language model"
+                )
     if num_layers is not None:
-        has = found.get("num_hidden_layers", 0)
+        has = found["num_hidden_layers"]
         if not 1 <= num_layers <= has:
             raise ValueError(f"--num_layers {num_layers}: the model has {has}")
         found["num_hidden_layers"] = num_layers
+    if name not in MODELS:
+        _try(name, found)
     return found
+
+
+def _try(name: str, config: dict[str, Any]) -> None:
+    import torch
+
+    from coati_ext.checkpoint_io.load import CONFIG_ERRORS, build_meta_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        try:
+            build_meta_model(folder, torch.float32)
+        except CONFIG_ERRORS as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"--model {name}: the config makes no model: {reason}") from error

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -38,6 +39,12 @@ from coati_ext.moe.experts import MoeExperts
 from coati_ext.utils.sizes import format_bytes
 
 _GENERATION = "generation_config.json"
+
+CONFIG_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What transformers raises for a config.json whose values are of another type or do not go together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,7 +254,7 @@ def choose_tile(num_rows: int, num_groups: int, transposed: bool) -> Tile:
 
 # (Whether a group has MANY rows, transposed): the fastest of 58 tiles on an H200 (torch 2.11, Triton 3.6) at the widths
 # of DeepSeek-V3 and Qwen3-30B-A3B with 32, 64, 256 and 512 rows a group. Beside torch's product in bf16 it takes 1.2 to
-# 1.4 of the time with 256 rows, 0.7 to 0.8 with 64, half with 32.
+# 1.5 of the time with 256 and 512 rows, 0.7 to 0.8 with 64, half with 32 (CUDA events around each alone).
 MANY = 160
 TILES = {
     (True, False): Tile(rows=128, width=128, depth=64, num_warps=4, num_stages=4),

@@ -13,7 +13,8 @@ from coati_ext.kernel.row_groups import RowGroups
 from coati_ext.utils.kept_dtypes import KeepsFp8, fp8_parameters
 
 FEW_ROWS = 256
-"""Up to which the weight is dequantised inside the product: with more, a copy and torch's product are faster."""
+"""Up to which the weight is dequantised inside the product. Not timed on this layer: with many rows torch's product is
+the faster by more than the copy takes, going by the rates of the two kernels (`fp8_gemm_triton.TILES`)."""
 
 
 class Fp8Linear(KeepsFp8, nn.Linear):

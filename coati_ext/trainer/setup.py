@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from coati_ext.checkpoint_io.keep_fp8 import keep_fp8
-from coati_ext.checkpoint_io.load import build_meta_model, load_weights
+from coati_ext.checkpoint_io.load import CONFIG_ERRORS, build_meta_model, load_weights
 from coati_ext.config import FinetuneConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
@@ -54,11 +53,6 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", FinetuneConfig, GRPOConfig)
 _VERIFY = Path(__file__).parents[2] / "applications" / "verify_adapter.py"
-# What transformers raises for a config.json whose values are of another type or do not go together.
-_CONFIG_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError,
-    ValueError,
-)  # fmt: skip
 
 
 def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParallelPlugin") -> PreTrainedModel:
@@ -69,7 +63,7 @@ def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParall
     """
     try:
         model = build_meta_model(config.pretrained, plugin.dtype, use_flash_attn=config.train.use_flash_attn)
-    except _CONFIG_ERRORS as error:
+    except CONFIG_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--pretrained: {Path(config.pretrained, 'config.json')} makes no model: {reason}") from error
     plugin.shard(model)

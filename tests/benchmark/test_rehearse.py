@@ -108,6 +108,22 @@ def test_wrong_flags_are_told(flags, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": None}, "model_type is missing or no str"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is missing or no int"),
+        ({"model_type": "gpt9"}, "the config makes no model: "),
+        ({"hidden_size": "wide"}, "the config makes no model: "),
+    ],
+)
+def test_a_config_that_makes_no_model_is_told_in_one_line(change, message, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | change))
+    assert command.main(["--model", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rehearse: error: --model {tmp_path}: {message}")
+
+
 @pytest.mark.parametrize("counts", ["[1, 2]", "[1, 0, 0, 0, 0, 0, 0, 0]", "[[1]]", "{}"])
 def test_a_routing_that_does_not_fit_the_model_is_told(counts, tmp_path):
     file = tmp_path / "rows.json"

@@ -120,7 +120,11 @@ def add_step_flags(step: argparse.ArgumentParser) -> None:
     }
     for name, (default, help) in numbers.items():
         step.add_argument(f"--{name}", type=int, default=default, help=f"{help} (default: %(default)s)")
-    step.add_argument("--engines", nargs="+", default=["ours", "peft"], help="ours, peft (default: both)")
+    step.add_argument(
+        "--engines", nargs="+", default=["ours", "peft"],
+        help="ours, ours_compiled (with --torch_compile), peft, peft_compiled (the same modules compiled); default: "
+        "ours peft",
+    )  # fmt: skip
     step.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
 
 

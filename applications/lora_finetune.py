@@ -46,6 +46,7 @@ def finetune(config: FinetuneConfig) -> None:
     setup.load_model(config, plugin, part)
     setup.check_packing(config, part)
     setup.choose_trained(config, booster, part, lora)
+    setup.compile_model(config, part)
     optimizer, lr_scheduler = setup.make_optimizer(config, part, num_steps)
     model, optimizer, *_ = booster.boost(part, optimizer, lr_scheduler=lr_scheduler)
     router_before = frozen_router_hash(part) if config.trains_adapter else None

@@ -31,6 +31,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lora_targets", nargs="+", default=["mlp"], help="as of lora_finetune.py (default: mlp)")
     add("--frozen_dtype", help="fp8: experts and the layers' linears in FP8, as DeepSeek publishes them")
     add("-g", "--use_grad_checkpoint", action="store_true", help="recompute activations")
+    add("--torch_compile", action="store_true", help="as of lora_finetune.py; for GPUs")
     add(
         "--routing", default="balanced", help="balanced, uniform, skewed, single, or a JSON file of rows of each expert"
     )

@@ -70,6 +70,8 @@ def test_a_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path):
         (["--tp", "2", "--enable_sequence_parallelism", "--sp_mode", "ring"], "--sp_mode ring gives wrong gradients"),
         (["--sp_mode", "ring"], "--sp_mode ring gives wrong gradients"),
         (["--enable_sequence_parallelism"], "split_gather needs --tp above 1"),
+        (["--torch_compile", "--plugin", "3d", "--tp", "2"], "--torch_compile with --tp 2: layers that communicate"),
+        (["-p", "gemini", "--lora_rank", "0", "--torch_compile"], "--torch_compile does not go with --plugin gemini"),
         (["-p", "gemini"], "--plugin gemini cannot train LoRA in colossalai"),
         (["-p", "gemini_auto", "--lora_rank", "0", "--resume", "latest"], "cannot save states to resume from"),
         (["--keep_last", "0"], "--keep_last must be at least 1"),

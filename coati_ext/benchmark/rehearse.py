@@ -49,6 +49,7 @@ class Layout:
     microbatch_size: int = 1
     max_length: int = 4096
     use_grad_checkpoint: bool = False
+    torch_compile: bool = False
     routing: str = "balanced"
     """One of `ROUTINGS`, or a file: rows of each expert as a JSON list, or a list of these for each MoE layer."""
 
@@ -117,6 +118,7 @@ def _rehearse(layout: Layout, folder: str, traffic: Any) -> dict[str, Any]:
     from colossalai.booster import Booster
     from peft import LoraConfig
 
+    from coati_ext.models.compiled import compile_layers
     from coati_ext.models.recompute import enable_recompute
     from coati_ext.plugin import MoeLoraPlugin
     from coati_ext.trainer.sft import SFTTrainer
@@ -134,6 +136,8 @@ def _rehearse(layout: Layout, folder: str, traffic: Any) -> dict[str, Any]:
     booster.enable_lora(model, lora_config=lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes["adapter"] = _nbytes(trained)
+    if layout.torch_compile:
+        compile_layers(model)
     _overrule_routers(model, layout, device)
     times = Times()
     _mark_layers(model, times)

@@ -4,7 +4,8 @@ PEFT on transformers, each in a process of its own.
 Same are the config, the tokens, the rows of a step, LoRA's rank on attention and on every expert, bf16 (fp32 on a CPU),
 gradient checkpointing, clipping and the fused AdamW. PEFT's adapter is `target_modules` for attention and
 `target_parameters` for the experts, on transformers' grouped_mm, in the dtype of the weights: in fp32, its default, it
-is slower and larger. Memory is the peak above the frozen weights.
+is slower and larger. Memory is the peak above the frozen weights. The compiled engines have the same modules of their
+layers compiled (`compile_layers`).
 """
 
 import json
@@ -22,7 +23,7 @@ from torch import nn
 
 from coati_ext.benchmark.process import in_own_process, own_peaks
 
-ENGINES = ("ours", "peft")
+ENGINES = ("ours", "ours_compiled", "peft", "peft_compiled")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LR, MAX_NORM = 1e-4, 1.0
 
@@ -59,7 +60,8 @@ class Work:
 def compare(work: Work, engines: Sequence[str], *, show: Callable[[str], None] = print) -> dict[str, Any]:
     """
     Returns:
-        {"work", "engines": results by name, "ratios": ours / each other, "failed": reasons by name}, as JSON.
+        {"work", "engines": results by name, "ratios": ours (compiled if it ran) / each other,
+        "failed": reasons by name}, as JSON.
 
     Raises:
         ValueError: an unknown engine.
@@ -71,7 +73,7 @@ def compare(work: Work, engines: Sequence[str], *, show: Callable[[str], None] =
         f"{device}, {work.batch_size} x {work.max_length} tokens a step, LoRA rank {work.lora_rank} on attention and "
         f"experts; medians of {work.steps} steps after {work.warmup}"
     )
-    show(f"{'engine':<8}{'ms/step':>10}{'tokens/s':>11}{'weights GB':>12}{'peak GB above':>15}{'loss':>9}")
+    show(f"{'engine':<15}{'ms/step':>10}{'tokens/s':>11}{'weights GB':>12}{'peak GB above':>15}{'loss':>9}")
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name in engines:
@@ -79,18 +81,21 @@ def compare(work: Work, engines: Sequence[str], *, show: Callable[[str], None] =
             results[name] = found = in_own_process(_run, name, work)
         except Exception as error:  # whatever an engine of others raises; the caller sees it in the report
             failed[name] = " ".join(f"{type(error).__name__}: {error}".split())
-            show(f"{name:<8}failed: {failed[name][:200]}")
+            show(f"{name:<15}failed: {failed[name][:200]}")
             continue
         show(
-            f"{name:<8}{found['ms']:>10.1f}{found['tokens_per_s']:>11,.0f}{found['weight_bytes'] / 1e9:>12.2f}"
+            f"{name:<15}{found['ms']:>10.1f}{found['tokens_per_s']:>11,.0f}{found['weight_bytes'] / 1e9:>12.2f}"
             f"{found['peak_bytes_above'] / 1e9:>15.2f}{found['loss']:>9.4f}"
         )
     ratios = {}
-    if ours := results.get("ours"):
+    best = "ours_compiled" if "ours_compiled" in results else "ours"
+    if ours := results.get(best):
         keys = ("tokens_per_s", "peak_bytes_above")
-        ratios = {name: {key: ours[key] / results[name][key] for key in keys} for name in results if name != "ours"}
+        ratios = {name: {key: ours[key] / results[name][key] for key in keys} for name in results if name != best}
     for name, of in ratios.items():
-        show(f"ours / {name}: {of['tokens_per_s']:.2f} of the tokens/s, {of['peak_bytes_above']:.2f} of the peak above")
+        show(
+            f"{best} / {name}: {of['tokens_per_s']:.2f} of the tokens/s, {of['peak_bytes_above']:.2f} of the peak above"
+        )
     return {"work": asdict(work), "device": device, "engines": results, "ratios": ratios, "failed": failed}
 
 
@@ -98,10 +103,11 @@ def _run(name: str, work: Work) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(work.model))
-        return {"ours": _ours, "peft": _peft}[name](work, folder)
+        engine, _, compiled = name.partition("_")
+        return {"ours": _ours, "peft": _peft}[engine](work, folder, bool(compiled))
 
 
-def _ours(work: Work, folder: str) -> dict[str, Any]:
+def _ours(work: Work, folder: str, compiled: bool) -> dict[str, Any]:
     from coati_ext import compat
 
     compat.apply()
@@ -109,6 +115,7 @@ def _ours(work: Work, folder: str) -> dict[str, Any]:
     from colossalai.booster import Booster
     from peft import LoraConfig
 
+    from coati_ext.models.compiled import compile_layers
     from coati_ext.models.recompute import enable_recompute
     from coati_ext.plugin import MoeLoraPlugin
     from coati_ext.trainer.sft import SFTTrainer
@@ -124,6 +131,8 @@ def _ours(work: Work, folder: str) -> dict[str, Any]:
     enable_recompute(model)
     lora = LoraConfig(r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules=["attention", "experts"])
     booster.enable_lora(model, lora_config=lora)
+    if compiled:
+        compile_layers(model)
     optimizer = _adamw(model, device)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     boosted, optimizer, *_ = booster.boost(model, optimizer, lr_scheduler=schedule)
@@ -138,8 +147,10 @@ def _ours(work: Work, folder: str) -> dict[str, Any]:
     return found
 
 
-def _peft(work: Work, folder: str) -> dict[str, Any]:
+def _peft(work: Work, folder: str, compiled: bool) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
+
+    from coati_ext.models.compiled import compile_layers
 
     device = _device()
     model = _random_model(folder, device)
@@ -151,6 +162,8 @@ def _peft(work: Work, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        compile_layers(model.get_base_model())
     model.train()
     optimizer, batch = _adamw(model, device), _batch(work, device)
 

@@ -23,6 +23,7 @@ from coati_ext.config import FinetuneConfig, flatten_config
 from coati_ext.dataset import ConversationCollator, EpochBatchSampler, RawConversationDataset
 from coati_ext.dataset.packing import PackedCollator, check_packing_supported
 from coati_ext.grpo_config import GRPOConfig
+from coati_ext.models.compiled import compile_layers
 from coati_ext.models.recompute import enable_recompute
 from coati_ext.models.targets import structure_of
 from coati_ext.moe.kernel_choice import describe_kernels
@@ -213,6 +214,19 @@ def choose_trained(
         print_rank_0(model.lora_report.format())
     if (kernels := describe_kernels(model)) is not None:
         print_rank_0(kernels)
+
+
+def compile_model(config: FinetuneConfig, model: PreTrainedModel) -> None:
+    """What --torch_compile asks for.
+
+    Raises:
+        ValueError: there is no GPU, or see `compile_layers`.
+    """
+    if config.train.torch_compile:
+        if current_device().type == "cpu":
+            raise ValueError("--torch_compile is for GPUs, and this process has none; leave it out")
+        count = compile_layers(model)
+        print_rank_0(f"torch.compile: {count} modules around the experts, at the first step; it takes some 20 s longer")
 
 
 def make_optimizer(

@@ -66,8 +66,10 @@ def rows_by_weights(x_RK: torch.Tensor, weight_EKN: torch.Tensor, offs_E: torch.
         return x_RK.new_zeros(0, width)
     if x_RK.dtype == torch.float64:
         return grouped_mm_reference(x_RK, weight_EKN, offs_E)
+    if x_RK.stride(1) != 1 or x_RK.stride(0) < x_RK.shape[1]:  # columns of wider rows need no copy
+        x_RK = x_RK.contiguous()
     weight = _pad(weight_EKN, dims=(-1, -2))
-    return F.grouped_mm(_pad(x_RK.contiguous(), dims=(-1,)), weight, offs=offs_E)[:, :width]
+    return F.grouped_mm(_pad(x_RK, dims=(-1,)), weight, offs=offs_E)[:, :width]
 
 
 def weight_gradient(x_RK: torch.Tensor, grad_RN: torch.Tensor, offs_E: torch.Tensor) -> torch.Tensor:

@@ -76,8 +76,8 @@ class FrozenWeight:
 
 
 class PackedWeight(FrozenWeight):
-    """In a buffer with room for factors, (L, N + spare, K + spare), the weight at the top left: a library's product of
-    rows with as many columns more gives both, at the cost of spare / K.
+    """In a buffer with room for factors, (L, N + q, K + spare), q rounded up, the weight at the top left: a library's
+    product of rows with as many columns more gives both, at the cost of spare / K.
 
     Args:
         parameter: (L, N, K); becomes a view of the buffer.
@@ -90,7 +90,8 @@ class PackedWeight(FrozenWeight):
         if not self.total:
             self.buffer, self.a_LqK, self.b_LqN = parameter.data, None, None
             return
-        rows, columns = self.width_out + self.spare, self.width_in + self.spare
+        rows = self.width_out + -(-self.total // NARROW) * NARROW  # which no cache line asks to be more
+        columns = self.width_in + self.spare
         self.buffer = parameter.data.new_zeros(len(parameter), rows, columns)
         self.buffer[:, : self.width_out, : self.width_in] = parameter.data
         parameter.data = self.buffer[:, : self.width_out, : self.width_in]
@@ -115,7 +116,8 @@ class PackedWeight(FrozenWeight):
         return rows_by_weights(rows, weight_LNK.transpose(1, 2), groups.offs_E)
 
     def backward(self, grad: torch.Tensor, low_Rq: torch.Tensor | None, groups: RowGroups) -> torch.Tensor:
-        return rows_by_weights(grad, self.buffer[:, : grad.shape[1], : self.width_in], groups.offs_E)
+        contracted = self.width_out if low_Rq is None else self.buffer.shape[1]
+        return rows_by_weights(grad[:, :contracted], self.buffer[:, :contracted, : self.width_in], groups.offs_E)
 
 
 class Fp8Weight(FrozenWeight):

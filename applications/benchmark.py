@@ -101,8 +101,9 @@ def add_experts_flags(experts: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     experts.add_argument(
         "--engines", nargs="+", default=["ours", "frozen", "peft"],
-        help="ours, ours_fp8 (frozen weights in FP8), frozen (transformers' grouped_mm without LoRA), peft "
-        "(target_parameters on it), peft_eager, loop (over experts, as ColossalAI's); default: ours frozen peft",
+        help="ours, ours_fp8 (frozen weights in FP8), ours_fp8_compute (and FP8 products forward), frozen "
+        "(transformers' grouped_mm without LoRA), peft (target_parameters on it), peft_eager, loop (over experts, as "
+        "ColossalAI's); default: ours frozen peft",
     )  # fmt: skip
     experts.add_argument("--rank", type=int, default=8, help="of the LoRA (default: %(default)s)")
     experts.add_argument("--steps", type=int, default=7, help="of which the median is told (default: %(default)s)")

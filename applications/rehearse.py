@@ -31,6 +31,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lora_targets", nargs="+", default=["mlp"], help="as of lora_finetune.py (default: mlp)")
     add("--frozen_dtype", help="fp8: experts and the layers' linears in FP8, as DeepSeek publishes them")
     add("-g", "--use_grad_checkpoint", action="store_true", help="recompute activations")
+    add("--fp8_compute", action="store_true", help="as of lora_finetune.py")
+    add("--gpu_gb", type=float, help="GiB that torch may take, as on a smaller GPU (default: all)")
     add("--torch_compile", action="store_true", help="as of lora_finetune.py; for GPUs")
     add(
         "--routing", default="balanced", help="balanced, uniform, skewed, single, or a JSON file of rows of each expert"

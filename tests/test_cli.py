@@ -54,6 +54,7 @@ def test_a_saved_config_is_a_recipe_that_gives_the_same_config(tmp_path):
         (["--lora_rank", "many"], "--lora_rank: invalid int value: 'many'"),
         (["--lora_rank", "-1"], "--lora_rank must be at least 0"),
         (["--frozen_dtype", "fp8", "--lora_rank", "0"], "--frozen_dtype fp8 needs LoRA"),
+        (["--fp8_compute"], "--fp8_compute multiplies weights that are kept in FP8: it needs --frozen_dtype fp8"),
         (["-p", "zero2", "--pp", "2"], "--pp 2 needs --plugin moe or 3d"),
         (["-p", "ddp", "--ep", "2"], "--ep 2 needs --plugin moe or 3d; ddp is data parallel only"),
         (["--pp", "2", "--zero_stage", "2"], "--zero_stage 2 with --pp 2"),

@@ -133,6 +133,13 @@ def _ours_fp8(shape: Shape, rank: int, device: torch.device) -> nn.Module:
     return block
 
 
+def _ours_fp8_compute(shape: Shape, rank: int, device: torch.device) -> nn.Module:
+    """With `--fp8_compute` as well."""
+    block = _ours_fp8(shape, rank, device)
+    block.fp8_compute = True
+    return block
+
+
 def _frozen(shape: Shape, rank: int, device: torch.device, implementation: str = "grouped_mm") -> nn.Module:
     """transformers' experts, without LoRA."""
     from transformers import Qwen3MoeConfig
@@ -207,6 +214,7 @@ class _Expert(nn.Module):
 ENGINES: dict[str, Callable[[Shape, int, torch.device], nn.Module]] = {
     "ours": _ours,
     "ours_fp8": _ours_fp8,
+    "ours_fp8_compute": _ours_fp8_compute,
     "frozen": _frozen,
     "peft": _peft,
     "peft_eager": _peft_eager,

@@ -50,6 +50,9 @@ class Layout:
     max_length: int = 4096
     use_grad_checkpoint: bool = False
     torch_compile: bool = False
+    fp8_compute: bool = False
+    gpu_gb: float | None = None
+    """GiB that torch may take of the GPU, as on a smaller one."""
     routing: str = "balanced"
     """One of `ROUTINGS`, or a file: rows of each expert as a JSON list, or a list of these for each MoE layer."""
 
@@ -65,6 +68,10 @@ class Layout:
             raise ValueError(f"--rank must be from 0 to {self.world_size - 1}, got {self.rank}")
         if self.frozen_dtype not in (None, "fp8"):
             raise ValueError(f"--frozen_dtype must be fp8, got {self.frozen_dtype}")
+        if self.fp8_compute and self.frozen_dtype is None:
+            raise ValueError("--fp8_compute needs --frozen_dtype fp8")
+        if self.gpu_gb is not None and not self.gpu_gb > 0:
+            raise ValueError(f"--gpu_gb must be above 0, got {self.gpu_gb}")
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +132,9 @@ def _rehearse(layout: Layout, folder: str, traffic: Any) -> dict[str, Any]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = "bf16" if device.type == "cuda" else "fp32"
+    if layout.gpu_gb is not None and device.type == "cuda":
+        has = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, layout.gpu_gb * 2**30 / has))
     plugin = MoeLoraPlugin(ep_size=layout.ep, pp_size=layout.pp, precision=precision, max_norm=1.0)
     booster, sizes = Booster(plugin=plugin), {}
     model = _share(layout, plugin, folder, device)
@@ -250,7 +260,7 @@ def _share(layout: Layout, plugin: Any, folder: str, device: torch.device) -> nn
     model = build_meta_model(folder, plugin.dtype)
     plugin.shard(model)
     if layout.frozen_dtype == "fp8":
-        keep_weights_fp8(model, _published_in_fp8(model))
+        keep_weights_fp8(model, _published_in_fp8(model), fp8_compute=layout.fp8_compute)
     allocate(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

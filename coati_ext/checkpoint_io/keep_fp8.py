@@ -33,30 +33,34 @@ class KeptReport:
     num_elements: int
     dequantized: tuple[str, ...]
     """Are FP8 in the checkpoint and no layer of a kind that computes with FP8."""
+    fp8_compute: bool
 
     def format(self) -> str:
         line = f"kept in FP8: {self.num_kept} weights of {self.num_elements:,} parameters on this rank"
+        if self.fp8_compute:
+            line += "; forward products round their rows to FP8, 128 columns to a scale (--fp8_compute)"
         if self.dequantized:
             more = f" and {len(self.dequantized) - 1} others" if len(self.dequantized) > 1 else ""
             line += f"; dequantised: {self.dequantized[0]}{more}"
         return line
 
 
-def keep_fp8(model: PreTrainedModel, directory: str | Path) -> KeptReport:
+def keep_fp8(model: PreTrainedModel, directory: str | Path, *, fp8_compute: bool = False) -> KeptReport:
     """Have the decoder layers' linear layers and experts take what is FP8 in the checkpoint, in place.
 
     Args:
         model: on the meta device, sharded, without LoRA so far.
+        fp8_compute: whether their forward products are of rows in FP8 too.
 
     Raises:
         FileNotFoundError: see `read_checkpoint`.
         ValueError: the checkpoint has no FP8 weights, of another block or kind, or some experts of a layer in FP8 and
             others not.
     """
-    return keep_weights_fp8(model, _fp8_weights(model, read_checkpoint(directory)))
+    return keep_weights_fp8(model, _fp8_weights(model, read_checkpoint(directory)), fp8_compute=fp8_compute)
 
 
-def keep_weights_fp8(model: PreTrainedModel, names: Iterable[str]) -> KeptReport:
+def keep_weights_fp8(model: PreTrainedModel, names: Iterable[str], *, fp8_compute: bool = False) -> KeptReport:
     """The same for these weights of the whole model; those of other pipeline stages are passed by."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept, dequantized = [], []
@@ -68,12 +72,16 @@ def keep_weights_fp8(model: PreTrainedModel, names: Iterable[str]) -> KeptReport
         if isinstance(module, MoeExperts):
             module.keep_fp8(leaf)
         elif type(module) is nn.Linear and any(part.isdigit() for part in path.split(".")):
-            model.set_submodule(path, Fp8Linear(module))
+            module = Fp8Linear(module)
+            model.set_submodule(path, module)
         else:
             dequantized.append(name)
             continue
+        module.fp8_compute = fp8_compute
         kept.append(parameters[name].numel())
-    return KeptReport(num_kept=len(kept), num_elements=sum(kept), dequantized=tuple(dequantized))
+    return KeptReport(
+        num_kept=len(kept), num_elements=sum(kept), dequantized=tuple(dequantized), fp8_compute=fp8_compute
+    )
 
 
 def _fp8_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:

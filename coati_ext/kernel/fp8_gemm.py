@@ -102,6 +102,11 @@ def quantize_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return codes.flatten(1)[:, :width].contiguous(), scale_RJ
 
 
+def dequantize_rows(x8: torch.Tensor, scale_RJ: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """(R, C): what `quantize_rows` made of the rows."""
+    return (x8.float() * scale_RJ.repeat_interleave(BLOCK, 1)[:, : x8.shape[1]]).to(dtype)
+
+
 def fp8_rows_by_fp8(
     x8: torch.Tensor,
     scale_RJ: torch.Tensor,
@@ -123,5 +128,5 @@ def fp8_rows_by_fp8(
         from coati_ext.kernel.fp8_rows_triton import fp8_rows_by_fp8_triton
 
         return fp8_rows_by_fp8_triton(x8, scale_RJ, weight_LNK, scale_LIJ, groups, dtype=dtype, low=low)
-    x = (x8.float() * scale_RJ.repeat_interleave(BLOCK, 1)[:, : x8.shape[1]]).to(dtype)
+    x = dequantize_rows(x8, scale_RJ, dtype=dtype)
     return rows_by_fp8_reference(x, weight_LNK, scale_LIJ, groups, transposed=False, low=low)

@@ -64,6 +64,7 @@ class MoeExperts(KeepsFp8):
         lora_A, lora_B: `nn.ParameterDict` by projection: gate_proj and up_proj (L, r, H) and (L, I, r), down_proj
             (L, r, I) and (L, H, r). Empty without LoRA.
         num_experts, num_local_experts, first_expert: E, L, and the model-wide number of local expert 0.
+        fp8_compute: whether forward products with FP8 weights are of rows in FP8 too.
         tokens_per_expert_E: routed rows that this rank sent to each expert of the model since the last reset.
     """
 
@@ -106,6 +107,7 @@ class MoeExperts(KeepsFp8):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.rank, self.scaling, self.dropout = 0, 0.0, 0.0
         self.adapters_enabled = True
+        self.fp8_compute = False
         self._packed: dict[str, PackedWeight] = {}
         self._dtype_before_fp8: torch.dtype | None = None
         device = self.gate_up_proj.device
@@ -178,7 +180,8 @@ class MoeExperts(KeepsFp8):
         """The weight beside factors; a packed one is made at the first call, and where it was moved since."""
         parameter = getattr(self, name)
         if parameter.dtype == FP8:
-            return Fp8Weight(parameter, getattr(self, name + SCALE_SUFFIX), self._num_parts(name), ranks)
+            scales, parts = getattr(self, name + SCALE_SUFFIX), self._num_parts(name)
+            return Fp8Weight(parameter, scales, parts, ranks, fp8_compute=self.fp8_compute)
         packed = self._packed.get(name)
         if packed is None or packed.ranks != ranks or not packed.holds(parameter):
             packed = self._packed[name] = PackedWeight(parameter, ranks)

@@ -15,7 +15,7 @@ from torch import nn
 
 from coati_ext.kernel.copy_matrices import copy_matrices
 from coati_ext.kernel.fp8_cast import dequantize_fp8
-from coati_ext.kernel.fp8_gemm import has_fp8_kernels, rows_by_fp8
+from coati_ext.kernel.fp8_gemm import dequantize_rows, fp8_rows_by_fp8, has_fp8_kernels, quantize_rows, rows_by_fp8
 from coati_ext.kernel.grouped_gemm import rows_by_weights
 from coati_ext.kernel.row_groups import RowGroups
 
@@ -129,14 +129,22 @@ class Fp8Weight(FrozenWeight):
     Args:
         weight_LNK, scale_LIJ: float8_e4m3fn and fp32.
         num_parts: projections that lie one below the other, each of N / num_parts rows.
+        fp8_compute: whether forward products are of rows in FP8 too; gradients are what they are without it.
     """
 
     spare = 0
 
     def __init__(
-        self, weight_LNK: torch.Tensor, scale_LIJ: torch.Tensor, num_parts: int, ranks: Mapping[str, int]
+        self,
+        weight_LNK: torch.Tensor,
+        scale_LIJ: torch.Tensor,
+        num_parts: int,
+        ranks: Mapping[str, int],
+        *,
+        fp8_compute: bool = False,
     ) -> None:
         super().__init__(weight_LNK.shape, ranks)
+        self._fp8_compute = fp8_compute
         self._weight_LNK, self._scale_LIJ, self._num_parts = weight_LNK, scale_LIJ, num_parts
         self.a_LqK = self.b_LqN = None
 
@@ -149,6 +157,13 @@ class Fp8Weight(FrozenWeight):
             self.b_LqN[:, columns, rows] = lora_B[name].detach().transpose(1, 2)
 
     def forward(self, rows: torch.Tensor, low_Rq: torch.Tensor | None, groups: RowGroups) -> torch.Tensor:
+        if self._fp8_compute:
+            codes, scale_RJ = quantize_rows(rows)
+            if has_fp8_kernels(rows, self._weight_LNK, self._num_parts):
+                low = None if low_Rq is None else (low_Rq, self.b_LqN)
+                weight = (self._weight_LNK, self._scale_LIJ)
+                return fp8_rows_by_fp8(codes, scale_RJ, *weight, groups, dtype=rows.dtype, low=low)
+            rows = dequantize_rows(codes, scale_RJ, dtype=rows.dtype)
         return self._product(rows, low_Rq, self.b_LqN, groups, transposed=False)
 
     def backward(self, grad: torch.Tensor, low_Rq: torch.Tensor | None, groups: RowGroups) -> torch.Tensor:

@@ -43,4 +43,8 @@ def _of_fp8(experts: MoeExperts, rows: torch.Tensor) -> str:
     if experts.gate_up_proj.dtype != FP8:
         return ""
     inside = has_fp8_kernels(rows, experts.gate_up_proj, 2) and has_fp8_kernels(rows, experts.down_proj)
-    return "; FP8 weights dequantised " + ("inside their products" if inside else "into a copy for each product")
+    how = "inside their products" if inside else "into a copy for each product"
+    if experts.fp8_compute and inside:
+        return "; FP8 weights multiplied in FP8 forward, dequantised inside their products backward"
+    rounded = " of rows rounded to FP8 (no FP8 products here)" if experts.fp8_compute else ""
+    return f"; FP8 weights dequantised {how}{rounded}"

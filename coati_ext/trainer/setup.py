@@ -69,7 +69,7 @@ def describe_model(config: FinetuneConfig | GRPOConfig, plugin: "MoeHybridParall
         raise ValueError(f"--pretrained: {Path(config.pretrained, 'config.json')} makes no model: {reason}") from error
     plugin.shard(model)
     if config.lora.frozen_dtype is not None:
-        print_rank_0(keep_fp8(model, config.pretrained).format())
+        print_rank_0(keep_fp8(model, config.pretrained, fp8_compute=config.lora.fp8_compute).format())
     return model
 
 

@@ -73,6 +73,22 @@ def test_frozen_weights_in_fp8_give_the_result_of_their_dequantised_values(num_t
         assert (ours.float() - wanted).norm() / wanted.norm() < 1.2e-2
 
 
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+def test_fp8_products_are_those_of_the_reference_in_fp32(num_tokens):
+    shape = SHAPES["deepseek_v3"]
+
+    def result(make, dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        block = make(shape, 8, torch.device("cuda"))
+        return run(block.to(dtype), shape, num_tokens, 7)
+
+    found = result(experts._ours_fp8_compute, torch.bfloat16)
+    reference, unrounded = (result(make, torch.float32) for make in (experts._ours_fp8_compute, experts._ours_fp8))
+    for ours, wanted in zip(found, reference, strict=True):
+        assert (ours.float() - wanted).norm() / wanted.norm() < 2e-2  # some rows are rounded to the code beside
+    assert (found[0].float() - unrounded[0]).norm() / unrounded[0].norm() > 2e-2
+
+
 @pytest.mark.parametrize("projections", [("gate_proj", "up_proj"), ("down_proj",)])
 def test_any_part_of_the_projections(projections):
     shape = SHAPES["odd"]

@@ -7,6 +7,7 @@ from torch import nn
 
 from coati_ext.kernel import fp8_gemm
 from coati_ext.kernel.fp8_cast import dequantize_fp8, quantize_fp8
+from coati_ext.kernel.fp8_gemm import dequantize_rows
 from coati_ext.models import fp8_linear
 from coati_ext.models.fp8_linear import Fp8Linear
 
@@ -15,7 +16,7 @@ from coati_ext.models.fp8_linear import Fp8Linear
 def path(request, monkeypatch):
     if request.param == "kernel":
         modules = __import__("sys").modules
-        for name in ("moe_rows_triton", "fp8_gemm_triton"):
+        for name in ("moe_rows_triton", "fp8_gemm_triton", "fp8_rows_triton"):
             monkeypatch.setitem(modules, f"coati_ext.kernel.{name}", interpreted(name))
         monkeypatch.setattr(fp8_gemm.moe_rows, "has_kernels", lambda tensor: True)
         monkeypatch.setattr(fp8_gemm, "_is_hopper", lambda device: True)
@@ -53,7 +54,25 @@ def test_output_and_gradients_are_those_of_the_dequantised_weight(path, shape, b
         torch.testing.assert_close(grads[1].float(), probe.float().flatten(0, -2).sum(0), rtol=5e-3, atol=5e-3)
 
 
-def test_no_rows_are_no_rows(monkeypatch):
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9)])
+def test_fp8_products_are_of_rows_rounded_to_fp8_and_gradients_as_without(path, shape):
+    layer, weight = layer_of(160, 72, bias=True)
+    layer.fp8_compute = True
+    x = torch.randn(*shape, 160).half().requires_grad_()
+    out = layer(x)
+    codes, scales = fp8_gemm.quantize_rows(x.detach().flatten(0, -2))
+    rounded = dequantize_rows(codes, scales, dtype=torch.float32)
+    exact = (rounded @ weight.T + layer.bias.detach().float()).view(*shape, 72)
+    assert (out.float() - exact).norm() <= 2e-3 * exact.norm()
+    probe = torch.randn_like(out)
+    wanted = probe.float() @ weight
+    (grad,) = torch.autograd.grad(out, [x], probe)
+    assert (grad.float() - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("fp8_compute", [False, True])
+def test_no_rows_are_no_rows(monkeypatch, fp8_compute):
     layer, _ = layer_of(160, 72, bias=True)
+    layer.fp8_compute = fp8_compute
     monkeypatch.setattr(fp8_linear, "has_fp8_kernels", lambda x, weight: True)
     assert layer(torch.zeros(0, 160).half()).shape == (0, 72)

@@ -169,15 +169,23 @@ class MoeExperts(KeepsFp8):
             return "their weights are trained"
         return None
 
+    def pack(self) -> None:
+        """Give frozen weights room for LoRA's factors before the first call, which would leave holes in the memory
+        between its activations where the weights were."""
+        if len(self.lora_A) > 0 and self.parts_because(self.training) is None:
+            self._frozen_weights()
+
     def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
+        lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
+        return lora_experts(source_SH, weight_R, own, *self._frozen_weights(), lora_A, lora_B, self.scaling)
+
+    def _frozen_weights(self) -> tuple[FrozenWeight, FrozenWeight]:
         ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}
         down_rank = {name: ranks.pop(name) for name in ("down_proj",) if name in ranks}
-        gate_up, down = self._frozen("gate_up_proj", ranks), self._frozen("down_proj", down_rank)
-        lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
-        return lora_experts(source_SH, weight_R, own, gate_up, down, lora_A, lora_B, self.scaling)
+        return self._frozen("gate_up_proj", ranks), self._frozen("down_proj", down_rank)
 
     def _frozen(self, name: str, ranks: dict[str, int]) -> FrozenWeight:
-        """The weight beside factors; a packed one is made at the first call, and where it was moved since."""
+        """The weight beside factors; a packed one is made anew where it was moved since."""
         parameter = getattr(self, name)
         if parameter.dtype == FP8:
             scales, parts = getattr(self, name + SCALE_SUFFIX), self._num_parts(name)

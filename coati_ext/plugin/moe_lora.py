@@ -244,7 +244,7 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         if self.stage_manager is not None:
             width = model.config.get_text_config().hidden_size
             self.scheduler = MicroBatchSchedule(self.stage_manager, hidden_size=width, dtype=self.dtype)
-        return DecoderModule(
+        wrapped = DecoderModule(
             module=model,
             precision=self.precision,
             shard_config=self.shard_config,
@@ -255,6 +255,11 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
             ddp_config=self.ddp_config,
             custom_policy=self.custom_policy,
         )
+        for module in model.modules():
+            if isinstance(module, MoeExperts):
+                module.pack()
+                get_accelerator().empty_cache()  # else each weight's old memory stays, too small for the next
+        return wrapped
 
     def _group_of_one(self) -> dist.ProcessGroup:
         axes = (self.tp_group, self.sp_group, self.pp_group, self.ep_group, self.moe_dp_group)

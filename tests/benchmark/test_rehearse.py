@@ -98,6 +98,8 @@ def test_a_recorded_routing_is_drawn_from(tmp_path):
         (["--rank", "1"], "--rank must be from 0 to 0, got 1"),
         (["--routing", "even"], "--routing even: neither balanced, uniform"),
         (["--frozen_dtype", "int4"], "--frozen_dtype must be fp8"),
+        (["--fp8_compute"], "--fp8_compute needs --frozen_dtype fp8"),
+        (["--gpu_gb", "0"], "--gpu_gb must be above 0, got 0.0"),
         (["--num_layers", "5"], "--num_layers 5: the model has 4"),
         (["--lora_targets", "w9"], "w9"),
     ],

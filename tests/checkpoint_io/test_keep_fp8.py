@@ -56,6 +56,15 @@ def test_the_files_bytes_are_kept_with_their_scales(directory):
     assert state["model.layers.1.mlp.gate.weight"].dtype == state["lm_head.weight"].dtype == torch.float32
 
 
+def test_fp8_compute_reaches_every_module_that_keeps_fp8_and_is_reported(directory):
+    model = build_meta_model(directory, torch.float32)
+    shard_decoder(model)
+    report = keep_fp8(model, directory, fp8_compute=True)
+    assert "forward products round their rows to FP8" in report.format()
+    kept = [module for module in model.modules() if isinstance(module, Fp8Linear | MoeExperts)]
+    assert kept and all(module.fp8_compute for module in kept)
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     tokens_BS = token_batch(2, 9)
     embeds_BSH = model.get_input_embeddings()(tokens_BS).detach().requires_grad_()

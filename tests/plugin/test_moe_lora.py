@@ -152,6 +152,28 @@ def test_training_leaves_base_router_and_buffers_bit_identical(precision):
     assert pool(2).run(frozen_before_and_after, precision) == [[], []]
 
 
+def where_the_first_step_finds_weights() -> list[bool]:
+    from coati_ext.moe.experts import MoeExperts
+
+    booster, model, optimizer = boosted("deepseek_v3", targets=["all"], ep_size=2)
+    weights = [
+        (experts, name)
+        for experts in model.modules()
+        if isinstance(experts, MoeExperts)
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    places = [getattr(experts, name).data_ptr() for experts, name in weights]
+    has_room = [experts._packed[name].holds(getattr(experts, name)) for experts, name in weights]
+    step(booster, model, optimizer)
+    moved = [getattr(experts, name).data_ptr() != place for (experts, name), place in zip(weights, places, strict=True)]
+    return [any(moved), all(has_room) and len(has_room) > 0]
+
+
+def test_boost_gives_experts_room_for_their_factors_so_that_no_step_moves_them():
+    """In a step, activations between old and new weights would keep the memory of the old ones from use."""
+    assert pool(2).run(where_the_first_step_finds_weights) == [[False, True], [False, True]]
+
+
 def train_save_reload(directory: str) -> tuple[float, float, float]:
     booster, model, optimizer = boosted("deepseek_v3", targets=["all"], ep_size=2)
     for _ in range(2):

@@ -62,10 +62,11 @@ class Requests:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         now = time.monotonic()
-        if now - self._first_seen.get(number, -SAME_REQUEST_S) < SAME_REQUEST_S:
+        first_seen = self._first_seen.setdefault(number, now)  # one step: the same signal may interrupt this
+        again = first_seen is not now
+        if again and now - first_seen < SAME_REQUEST_S:
             return
-        again, self.last = number in self._first_seen, number
-        self._first_seen[number] = now
+        self.last, self._first_seen[number] = number, now
         workers = psutil.Process().children()
         if again or number == signal.SIGINT or not workers:
             raise SignalException(f"torchrun got {signal.Signals(number).name}", sigval=signal.Signals(number))

@@ -171,18 +171,24 @@ class MoeExperts(KeepsFp8):
 
     def pack(self) -> None:
         """Give frozen weights room for LoRA's factors before the first call, which would leave holes in the memory
-        between its activations where the weights were."""
+        between its activations where the weights were. Each weight's old memory goes back to the GPU at once: what the
+        next one took of it would keep the rest from being given back."""
         if len(self.lora_A) > 0 and self.parts_because(self.training) is None:
-            self._frozen_weights()
+            for name in ("gate_up_proj", "down_proj"):
+                self._frozen(name, self._ranks_of(name))
+                torch.cuda.empty_cache()  # without a GPU it does nothing
 
     def _frozen_experts(self, source_SH: torch.Tensor, weight_R: torch.Tensor, own: OwnRows) -> torch.Tensor:
         lora_A, lora_B = (self.lora_A, self.lora_B) if self.adapters_enabled else ({}, {})
         return lora_experts(source_SH, weight_R, own, *self._frozen_weights(), lora_A, lora_B, self.scaling)
 
     def _frozen_weights(self) -> tuple[FrozenWeight, FrozenWeight]:
-        ranks = {name: self.rank for name in PROJECTIONS if name in self.lora_A}
-        down_rank = {name: ranks.pop(name) for name in ("down_proj",) if name in ranks}
-        return self._frozen("gate_up_proj", ranks), self._frozen("down_proj", down_rank)
+        gate_up, down = (self._frozen(name, self._ranks_of(name)) for name in ("gate_up_proj", "down_proj"))
+        return gate_up, down
+
+    def _ranks_of(self, name: str) -> dict[str, int]:
+        projections = ("down_proj",) if name == "down_proj" else ("gate_proj", "up_proj")
+        return {projection: self.rank for projection in projections if projection in self.lora_A}
 
     def _frozen(self, name: str, ranks: dict[str, int]) -> FrozenWeight:
         """The weight beside factors; a packed one is made anew where it was moved since."""

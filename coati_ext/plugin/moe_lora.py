@@ -258,7 +258,6 @@ class MoeLoraPlugin(MoeHybridParallelPlugin):
         for module in model.modules():
             if isinstance(module, MoeExperts):
                 module.pack()
-                get_accelerator().empty_cache()  # else each weight's old memory stays, too small for the next
         return wrapped
 
     def _group_of_one(self) -> dist.ProcessGroup:

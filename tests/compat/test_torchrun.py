@@ -3,10 +3,6 @@
 import signal
 import sys
 
-import pytest
-
-pytest.importorskip("torch.distributed.elastic")
-
 from coati_ext.compat import torchrun
 
 

@@ -103,6 +103,19 @@ def test_frozen_weights_get_no_gradient_and_a_starved_expert_gets_zeros():
             assert all(parameter.grad[expert].any() for expert in range(3))
 
 
+def test_packing_gives_memory_back_after_each_weight(monkeypatch):
+    """On a GPU the next weight would be cut from what the one before has left, and keep the rest of it."""
+    layer, _ = adapted_pair("mixtral", rank=2)
+    moments, plain = [], {name: getattr(layer, name).data_ptr() for name in ("gate_up_proj", "down_proj")}
+
+    def note_what_is_packed() -> None:
+        moments.append([name for name, place in plain.items() if getattr(layer, name).data_ptr() != place])
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", note_what_is_packed)
+    layer.pack()
+    assert moments == [["gate_up_proj"], ["gate_up_proj", "down_proj"]]
+
+
 def test_load_counts_every_routed_row_and_can_be_reset():
     model = tiny_model("mixtral")
     name, experts = experts_of(model)
